@@ -1,0 +1,82 @@
+"""What a check and a command hand back: frozen, made once, read by tables, JSON, JUnit and exit code."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "refused", "skipped", "inconclusive", "error"]
+STATUSES: tuple[Status, ...] = ("passed", "failed", "refused", "skipped", "inconclusive", "error")
+Execution = Literal["cuda", "interpreter", "cpu"]
+Scope = Literal["forward", "dx", "dgamma", "contract", "properties"]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One verdict: which implementation, what was checked (scope), how (gate), on which case, and how it came out.
+
+    `worst` is the largest error as a fraction of its tolerance (1.0 is the limit), where the gate has one.
+    `detail` says in one or a few lines what was seen; `hint` what the pattern of failures points to.
+    """
+
+    impl: str
+    execution: Execution
+    scope: Scope
+    gate: str
+    dtype: str
+    case: str
+    status: Status
+    worst: float | None = None
+    detail: str = ""
+    hint: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return the plain values of one line of metrics.jsonl."""
+        fields = ("impl", "execution", "scope", "gate", "dtype", "case", "status", "worst", "detail", "hint")
+        return {name: getattr(self, name) for name in fields} | dict(self.extra)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people: title, column names, rows of text. `console` decides how it looks."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command returns: its status, its counts, what the JSON document adds, and what people read."""
+
+    status: Literal["passed", "failed", "error", "inconclusive", "interrupted"]
+    execution: str
+    counts: Mapping[str, int]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    results: tuple[CaseResult, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 only for a pass; every other status that a command can return is 1."""
+        return 0 if self.status == "passed" else 1
+
+
+def count(results: Iterable[CaseResult]) -> dict[str, int]:
+    """Count results by status; every status is present, so that readers need no defaults."""
+    found = Counter(result.status for result in results)
+    return {status: found[status] for status in STATUSES}
+
+
+def overall(counts: Mapping[str, int]) -> Literal["passed", "failed", "error", "inconclusive"]:
+    """Return the worst verdict; a run in which nothing passed is never a pass."""
+    if counts["failed"]:
+        return "failed"
+    if counts["error"]:
+        return "error"
+    if counts["inconclusive"] or not counts["passed"]:
+        return "inconclusive"
+    return "passed"
