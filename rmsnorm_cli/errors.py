@@ -18,7 +18,7 @@ class ConfigError(RmsnormError):
 
 
 class EnvironmentProblem(RmsnormError):
-    """This machine cannot do what was asked: no GPU, no compiler, a missing package, a full disk."""
+    """Say that this machine cannot do what was asked: no GPU, no compiler, a missing package, a full disk."""
 
     exit_code = 4
 

@@ -1,5 +1,7 @@
 """What a check and a command hand back: frozen, made once, read by tables, JSON, JUnit and exit code."""
 
+import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,3 +82,18 @@ def overall(counts: Mapping[str, int]) -> Literal["passed", "failed", "error", "
     if counts["inconclusive"] or not counts["passed"]:
         return "inconclusive"
     return "passed"
+
+
+def strict_json(value: Any, *, indent: int | None = 2) -> str:
+    """Return JSON without NaN literals: a number that is not finite becomes the string "nan", "inf" or "-inf"."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

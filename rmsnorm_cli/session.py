@@ -1,0 +1,191 @@
+"""From a parsed command line to an exit code: load, open the run, call the command, hand its outcome on."""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rmsnorm_cli.console import Console
+from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError
+from rmsnorm_cli.results import Outcome
+
+SCHEMA = 1  # of the --json document; a change of a field's meaning raises it
+INTERNAL_ERROR = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """One running command as it was asked for. `options` are dotted TOML keys; `direct` go to the command itself."""
+
+    command: str
+    config: Path | None
+    sets: Sequence[str]
+    options: Mapping[str, Any]
+    direct: Mapping[str, Any]
+    quiet: bool
+    dry_run: bool
+    json: bool
+
+
+def execute(request: Request) -> int:
+    """Run a command in a run directory of its own and return the exit code."""
+    from rmsnorm_cli import config
+
+    console = Console(json=request.json, quiet=request.quiet)
+    settings = config.load(
+        request.command, file=request.config, environ=os.environ, sets=list(request.sets), options=request.options
+    )
+    command = importlib.import_module(f"rmsnorm_cli.commands.{request.command}")
+    if request.direct.get("list"):
+        return _finish(console, request.command, command.listing(settings), {})
+    if request.dry_run:
+        return _dry_run(console, settings, command)
+
+    from rmsnorm_cli import environment
+    from rmsnorm_cli.run import open_run, reopen
+
+    device = environment.choose_device(settings.run.device)
+    facts = environment.snapshot(device)
+    resume = request.direct.get("resume")
+    opened = (
+        reopen(resume, settings, sys.argv, device, facts) if resume else open_run(settings, sys.argv, device, facts)
+    )
+    with opened as run:
+        console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
+        extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}
+        outcome: Outcome = command.run(run.settings, run, console, device, **extra)
+        if request.command in ("verify", "gradcheck"):
+            from rmsnorm_cli.junit import junit
+
+            run.write("junit.xml", junit(outcome.results, request.command))
+        run.finish(outcome)
+    return _finish(console, request.command, outcome, {"run_dir": str(run.dir), "environment": facts})
+
+
+def aside(command: str, given: Mapping[str, Any], *, runs_dir: str | None, json: bool) -> int:
+    """Run one of the commands that leave no run directory: clean, doctor, report, audit."""
+    from rmsnorm_cli import config
+
+    console = Console(json=json)
+    folder = config.runs_folder(runs_dir, os.environ)
+    module = importlib.import_module(f"rmsnorm_cli.commands.{command}")
+    outcome: Outcome = getattr(module, command)(**given, runs_dir=folder, console=console)
+    return _finish(console, command, outcome, {"run_dir": None})
+
+
+def _dry_run(console: Console, settings: Any, command: Any) -> int:
+    from rmsnorm_cli import config
+
+    plan = [f"command: {settings.command}", *(command.plan(settings) if hasattr(command, "plan") else ())]
+    resolved = config.to_toml(settings)
+    if console.json:
+        console.document(
+            {"schema": SCHEMA, "command": settings.command, "status": "dry-run", "config": resolved, "plan": plan}
+        )
+    else:
+        console.verdict(resolved + "\n" + "\n".join(f"# {line}" for line in plan))
+    return 0
+
+
+def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str, Any]) -> int:
+    console.outcome(outcome)
+    counted = ", ".join(f"{number} {status}" for status, number in outcome.counts.items() if number)
+    where = f" ({facts['run_dir']})" if facts.get("run_dir") else ""
+    console.verdict(f"{command}: {outcome.status}: {counted or 'nothing counted'}{where}")
+    console.document(
+        {
+            "schema": SCHEMA,
+            "command": command,
+            "status": outcome.status,
+            "execution": outcome.execution,
+            "exit_code": outcome.exit_code,
+            "run_dir": None,
+            "counts": dict(outcome.counts),
+            "environment": {},
+            **facts,
+            **outcome.summary,
+        }
+    )
+    return outcome.exit_code
+
+
+def guarded(call: Callable[[], Any], arguments: Sequence[str]) -> int:
+    """Call the command line and turn whatever it raises into one clear sentence and an exit code."""
+    _listen()
+    json = "--json" in arguments
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    try:
+        returned = call()
+        return returned if isinstance(returned, int) else 0
+    except Interrupted as stop:
+        return _failed(json, command, "interrupted", [str(stop)], stop.exit_code)
+    except KeyboardInterrupt:
+        return _failed(json, command, "interrupted", ["interrupted"], 128 + signal.SIGINT)
+    except ConfigError as problem:
+        return _failed(json, command, "error", problem.problems, problem.exit_code)
+    except RmsnormError as problem:
+        return _failed(json, command, "error", [str(problem)], problem.exit_code)
+    except Exception as problem:
+        return _unforeseen(json, command, problem)
+
+
+def _unforeseen(json: bool, command: str, problem: Exception) -> int:
+    """Handle what has no class of ours: Typer's usage errors (2), a user's mistakes in kernels (2, 4), and bugs (3)."""
+    kinds = {kind.__name__ for kind in type(problem).__mro__}
+    if "ClickException" in kinds:  # Typer carries its own copy of click, so the class has no public name
+        return _failed(json, command, "error", [problem.format_message()], 2)  # type: ignore[attr-defined]
+    if "Abort" in kinds:
+        return _failed(json, command, "interrupted", ["interrupted"], 128 + signal.SIGINT)
+    code = {"UnknownImplementation": 2, "ContractError": 2, "MissingPackage": 4}
+    for name, value in code.items():
+        if name in kinds:
+            return _failed(json, command, "error", [str(problem)], value)
+    if isinstance(problem, OSError) and problem.errno is not None:
+        what = f"{problem.filename}: " if problem.filename else ""
+        return _failed(json, command, "error", [f"{what}{problem.strerror}"], 4)
+    import traceback
+
+    where = traceback.extract_tb(problem.__traceback__)[-1]
+    lines = [
+        f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
+        "this is a fault of rmsnorm itself; RMSNORM_TRACEBACK=1 prints where it happened",
+    ]
+    if os.environ.get("RMSNORM_TRACEBACK") == "1":
+        traceback.print_exc()
+    return _failed(json, command, "error", lines, INTERNAL_ERROR)
+
+
+def _failed(json: bool, command: str, status: str, problems: Sequence[str], code: int) -> int:
+    console = Console(json=json)
+    console.error("\n".join(problems))
+    console.document(
+        {
+            "schema": SCHEMA,
+            "command": command,
+            "status": status,
+            "execution": None,
+            "exit_code": code,
+            "run_dir": None,
+            "counts": {},
+            "environment": {},
+            "errors": list(problems),
+        }
+    )
+    return code
+
+
+def _listen() -> None:
+    """Turn SIGTERM and SIGINT into Interrupted, so that every `finally` runs and the exit code says which it was."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            signal.signal(number, stop)
+        except ValueError:  # not the main thread: the embedding program keeps its own handlers
+            return
