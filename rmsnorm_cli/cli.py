@@ -104,7 +104,10 @@ def running(function: Callable[..., Options]) -> Callable[..., None]:
         )
         raise typer.Exit(execute(request))
 
-    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+    keyword = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None if p.default is p.empty else p.default)
+        for p in own.parameters.values()
+    ]
     signature = inspect.Signature([*keyword, *shared])
     entry.__signature__ = signature  # type: ignore[attr-defined]
     entry.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}

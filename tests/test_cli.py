@@ -1,0 +1,198 @@
+"""The command line as a user meets it: real processes, exit codes, and what stands on which stream."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("verify", "gradcheck", "train", "bench", "exercise", "clean", "doctor", "report", "audit")
+RUNNING = ("verify", "gradcheck", "train", "bench", "exercise")
+SMALL = (
+    "verify",
+    "--device",
+    "interpreter",
+    "--dtype",
+    "float32",
+    "--rows",
+    "1,3",
+    "--cols",
+    "2,5",
+    "--only",
+    "forward",
+)
+
+
+def rmsnorm(*arguments, cwd, **environment):
+    """Run the tool in a process of its own, with the folder `cwd` as the user's."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RMSNORM_", "GITHUB_", "TRITON_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "rmsnorm_cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=clean | environment,
+        timeout=300,
+    )
+
+
+def runs(folder: Path) -> list[Path]:
+    """Return the run directories that exist."""
+    return [p for p in (folder / "runs").glob("2*") if p.is_dir() and not p.is_symlink()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_its_brackets_kept(command, tmp_path):
+    done = rmsnorm(command, "--help", cwd=tmp_path, GITHUB_ACTIONS="true")
+    assert done.returncode == 0
+    assert "--json" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_help_is_quick_and_loads_no_torch(tmp_path):
+    start = time.perf_counter()
+    done = rmsnorm("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert time.perf_counter() - start < 2.0, (
+        "the figure on an idle machine is 0.1 s; torch alone takes longer than this"
+    )
+
+
+def test_the_version_names_tool_torch_triton_and_cuda(tmp_path):
+    done = rmsnorm("--version", cwd=tmp_path)
+    assert done.returncode == 0
+    for word in ("rmsnorm", "torch", "triton", "CUDA"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("verfy",), ("verify", "--colls", "3"), ("verify", "--eps"), ("clean", "--keep", "-1"), ("audit", "a", "b")],
+)
+def test_wrong_usage_is_exit_2_in_one_sentence(arguments, tmp_path):
+    done = rmsnorm(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_three_configuration_errors_come_at_once_with_their_lines(tmp_path):
+    """An unknown key, a wrong type and an unknown table: all named with line and remedy, and nothing was begun."""
+    (tmp_path / "bad.toml").write_text('[operator]\neps = "1e-6"\n\n[verify]\ncolls = [3]\n\n[verfy]\nrows = [1]\n')
+    done = rmsnorm("verify", "--config", "bad.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    for expected in ("bad.toml:2: operator.eps", "bad.toml:5: verify.colls", "cols", "bad.toml:7: verfy"):
+        assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", RUNNING)
+def test_a_dry_run_prints_the_resolved_toml_and_does_nothing(command, tmp_path):
+    import tomllib
+
+    done = rmsnorm(command, "--dry-run", "--seed", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads(done.stdout)["run"]["seed"] == 5
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_small_verification_passes_and_leaves_a_whole_run_directory(tmp_path):
+    done = rmsnorm(*SMALL, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["command"] == "verify"
+    assert document["status"] == "passed"
+    assert document["execution"] == "interpreter"
+    assert document["counts"]["passed"] > 0
+    assert {scope["scope"] for scope in document["scopes"]} == {"forward"}
+    (directory,) = runs(tmp_path)
+    held = {path.name for path in directory.iterdir()}
+    assert {"run.json", "config.toml", "env.json", "metrics.jsonl", "junit.xml", "log.txt", "SHA256SUMS"} <= held
+    assert (tmp_path / "runs" / "latest").resolve() == directory.resolve()
+    recorded = json.loads((directory / "run.json").read_text())
+    assert recorded["status"] == "passed"
+    assert recorded["exit_code"] == 0
+
+
+def test_the_recorded_configuration_repeats_the_run(tmp_path):
+    assert rmsnorm(*SMALL, "--quiet", cwd=tmp_path).returncode == 0
+    (first,) = runs(tmp_path)
+    again = rmsnorm("verify", "--config", first / "config.toml", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (second,) = set(runs(tmp_path)) - {first}
+    assert (first / "metrics.jsonl").read_text() == (second / "metrics.jsonl").read_text()
+
+
+def test_a_wrong_kernel_fails_with_exit_1_and_says_where(tmp_path):
+    (tmp_path / "mine.py").write_text("def identity(x, gamma, eps):\n    return x * gamma\n")
+    done = rmsnorm(*SMALL, "--impl", "mine:identity", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    assert document["status"] == "failed"
+    assert document["counts"]["failed"] > 0
+    assert "no normalisation" in done.stderr.lower()
+
+
+def test_a_filter_that_matches_nothing_is_never_a_pass(tmp_path):
+    done = rmsnorm("verify", "--device", "interpreter", "--cols", "5000", "--only", "forward", "--json", cwd=tmp_path)
+    assert done.returncode != 0
+    assert json.loads(done.stdout)["status"] != "passed"
+
+
+def test_an_unknown_implementation_is_a_usage_error_and_a_missing_package_is_not(tmp_path):
+    unknown = rmsnorm(*SMALL, "--impl", "rowise", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "rowwise" in unknown.stderr, "the nearest name is offered"
+    missing = rmsnorm(*SMALL, "--impl", "liger", cwd=tmp_path)
+    assert missing.returncode in (1, 4)
+    if missing.returncode == 4:
+        assert "pip install" in missing.stderr
+
+
+def test_errors_under_json_are_one_document_too(tmp_path):
+    for arguments in (("verify", "--set", "verify.colls=[1]"), ("verify", "--nonsense"), ("audit", "nowhere")):
+        done = rmsnorm(*arguments, "--json", cwd=tmp_path)
+        document = json.loads(done.stdout)
+        assert document["status"] == "error"
+        assert document["errors"]
+        assert done.returncode == document["exit_code"] != 0
+
+
+def test_asking_for_a_gpu_where_there_is_none_is_exit_4(tmp_path):
+    done = rmsnorm("verify", "--device", "cuda", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 4
+    assert "interpreter" in done.stderr
+    assert not runs(tmp_path)
+
+
+def test_a_reader_that_leaves_early_does_not_end_the_run(tmp_path):
+    """`rmsnorm verify | head -c 1` still leaves a finished run."""
+    command = f"{sys.executable} -m rmsnorm_cli {' '.join(SMALL)} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (directory,) = runs(tmp_path)
+    assert json.loads((directory / "run.json").read_text())["status"] == "passed"
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_github_gets_annotations_and_a_summary(tmp_path):
+    (tmp_path / "mine.py").write_text("def identity(x, gamma, eps):\n    return x * gamma\n")
+    summary = tmp_path / "summary.md"
+    done = rmsnorm(
+        *SMALL, "--impl", "mine:identity", cwd=tmp_path, GITHUB_ACTIONS="true", GITHUB_STEP_SUMMARY=str(summary)
+    )
+    assert "::error title=" in done.stdout
+    assert "| --- |" in summary.read_text()
+
+
+def test_an_unforeseen_error_is_exit_3_without_a_traceback(tmp_path):
+    """Typer's own code for it would be 1, which means that a check failed."""
+    breaker = "import rmsnorm_cli.config as c; c.load = lambda *a, **k: 1 / 0; from rmsnorm_cli.cli import main; main(['verify'])"
+    done = subprocess.run([sys.executable, "-c", breaker], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 3
+    assert "internal error: ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr
