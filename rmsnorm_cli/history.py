@@ -1,0 +1,147 @@
+"""The run directories that are there: list, find and read them, their records and hashes, and the `latest` links."""
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rmsnorm_cli import atomic, liveness
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
+
+TOOL = "rmsnorm"  # what makes a run.json ours
+SCHEMA = 1  # of run.json; a change of a field's meaning raises it
+STAMP = "%Y%m%dT%H%M%SZ"  # a run directory's name begins with this UTC time
+STAMP_LENGTH = len("20260102T030405Z")
+LARGEST = 64 * 1024 * 1024  # bytes of a run.json that is still read
+RESERVE = ".reserve"  # see run.py
+UNHASHED = ("SHA256SUMS", "report.html", "figures", RESERVE)  # `report` may write its files later
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run.json says. `alive`: its process still works in it, or None where that cannot be known from here."""
+
+    dir: Path
+    command: str
+    status: str
+    started: str
+    finished: str | None
+    alive: bool | None
+    facts: Mapping[str, Any]
+
+
+def read_info(directory: Path) -> RunInfo | None:
+    """Read the run.json of a real directory (no link), or return None where this tool has not made it."""
+    try:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
+            return None
+        with open(os.open(directory / "run.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            facts = json.loads(file.read(LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(facts, dict) or facts.get("tool") != TOOL or not isinstance(facts.get("schema"), int):
+        return None
+    status, process = str(facts.get("status")), facts.get("process")
+    alive = liveness.alive(directory, process if isinstance(process, dict) else {}) if status == "running" else False
+    return RunInfo(
+        directory, str(facts.get("command")), status, str(facts.get("started")), facts.get("finished"), alive, facts
+    )
+
+
+def list_runs(runs_dir: Path) -> list[RunInfo]:
+    """Return the runs in a folder, oldest first; what is not this tool's, and links, are passed over."""
+    try:
+        names = sorted(os.listdir(runs_dir), key=age)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise EnvironmentProblem(f"{runs_dir} cannot be read ({error.strerror}); choose another: --runs-dir") from error
+    return [info for name in names if (info := read_info(runs_dir / name)) is not None]
+
+
+def age(name: str) -> tuple[str, int, str]:
+    """Return the key that sorts names of run directories by their making: time, number among equals, name."""
+    tail = name.rpartition("-")[2]
+    return name[:STAMP_LENGTH], int(tail) if tail.isdecimal() else 1, name
+
+
+def find(name: str | Path, runs_dir: Path) -> RunInfo:
+    """Return the run that is meant by a path, or by a name in the runs folder such as `latest-train`.
+
+    Raises ConfigError where that is no run directory of this tool, or of a newer version of it.
+    """
+    for candidate in (Path(name), runs_dir / name):
+        with suppress(OSError, RuntimeError):  # RuntimeError: a loop of links
+            info = read_info(candidate.resolve(strict=True))
+            if info is not None:
+                if info.facts["schema"] > SCHEMA:
+                    raise ConfigError(f"{name}: that run was written by a newer rmsnorm ({info.facts.get('version')})")
+                return info
+    raise ConfigError(f"{name} is no run directory: neither there nor in {runs_dir} does it hold a run.json of rmsnorm")
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.jsonl; a last line that a kill cut short is left out.
+
+    Raises ConfigError for a whole line that is no JSON object.
+    """
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is not whole
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read ({error.strerror})") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: this line is not a JSON object")
+        records.append(record)
+    return records
+
+
+def checksums(directory: Path) -> str:
+    """Return the lines of SHA256SUMS, as `sha256sum -c` reads them: every regular file but what `report` may add."""
+    lines = []
+    for folder, inner, names in os.walk(directory):
+        top = Path(folder) == directory
+        inner[:] = sorted(name for name in inner if not (top and name in UNHASHED))
+        for name in sorted(names):
+            path = Path(folder) / name
+            if path.is_symlink() or atomic.is_temporary(path) or (top and name in UNHASHED):
+                continue
+            with atomic.explained(path), open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
+    return "".join(lines)
+
+
+def point_latest(runs_dir: Path, name: str, command: str) -> None:
+    """Make `latest` and `latest-<command>` relative links to this run, unless they already point at a newer one."""
+    handle = os.open(runs_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks: the links are still replaced in one step
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for link in ("latest", f"latest-{command}"):
+            path = runs_dir / link
+            if path.is_symlink():
+                target = os.readlink(path)
+                if age(target) > age(name) and (runs_dir / target).is_dir():
+                    continue
+            elif path.exists():  # somebody's own file or folder
+                continue
+            atomic.link(path, name)
+    finally:
+        os.close(handle)
