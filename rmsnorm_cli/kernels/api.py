@@ -1,0 +1,164 @@
+"""The library: `rms_norm`, `RMSNorm`, and the look-up of an implementation by its name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rmsnorm_cli.kernels import reference, rowwise
+from rmsnorm_cli.kernels.autograd import KernelPair, count, differentiable
+from rmsnorm_cli.kernels.contract import (
+    CallSpec,
+    ContractError,
+    check_operands,
+    eps_value,
+    operand_refusal,
+    rowwise_refusal,
+)
+from rmsnorm_cli.kernels.foreign import UnknownImplementation, load_callable
+from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, native, package_norm
+
+Rounding = Literal["fp32", "llama", "gemma"]
+ROUNDINGS: tuple[Rounding, ...] = ("fp32", "llama", "gemma")
+DEFAULT = "rowwise"
+DEFAULT_EPS = 1e-6
+BUILT_IN: tuple[str, ...] = ("reference", "rowwise", "torch", "compile", *PACKAGES)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A named RMSNorm and what is known of it before it runs.
+
+    `call` is f(x, gamma, eps) -> y and works with autograd. `triton` ones need CUDA or the interpreter. `accepts` says
+    why a call lies outside the contract, or None where it lies inside; without `accepts` the only way is to try.
+    `rounding` is where the implementation rounds, for the oracle. `ours` are held to bitwise determinism,
+    `deterministic` ones promise it.
+    """
+
+    name: str
+    call: Norm
+    triton: bool = False
+    accepts: Callable[[CallSpec], str | None] | None = None
+    rounding: Rounding = "fp32"
+    ours: bool = False
+    deterministic: bool = False
+
+
+def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
+    """Find an implementation: one of BUILT_IN, `package.module:callable` or `path/file.py:callable`.
+
+    Raises UnknownImplementation for a name or callable that is not there, and MissingPackage, with the install line,
+    for another project's that is not installed. A foreign callable is imported into this process and called in it;
+    `foreign.isolated` runs it in one of its own.
+    """
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding is {rounding!r}: it must be one of {', '.join(ROUNDINGS)}")
+    if name == "reference":
+        return Implementation(
+            name, _reference, accepts=operand_refusal, rounding=rounding, ours=True, deterministic=True
+        )
+    if name == "rowwise":
+        return from_pair(ROWWISE, rowwise_refusal, rounding)
+    if name == "torch":
+        return Implementation(name, native, rounding=rounding)
+    if name == "compile":
+        return Implementation(name, Compiled(), rounding=rounding)
+    if name in PACKAGES:
+        return Implementation(name, package_norm(name), triton=PACKAGES[name].triton, rounding=rounding)
+    if ":" in name:
+        return Implementation(name, load_callable(name), rounding=rounding)
+    near = difflib.get_close_matches(name, BUILT_IN, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UnknownImplementation(
+        f"there is no implementation {name!r}{hint} Known: {', '.join(BUILT_IN)}, "
+        "package.module:callable, path/file.py:callable"
+    )
+
+
+ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
+
+
+def from_pair(
+    pair: KernelPair, accepts: Callable[[CallSpec], str | None], rounding: Rounding = "fp32"
+) -> Implementation:
+    """Return the Implementation of a pair of our own Triton kernels (or of a changed copy of one)."""
+    return Implementation(
+        pair.name, differentiable(pair), triton=True, accepts=accepts, rounding=rounding, ours=True, deterministic=True
+    )
+
+
+def _reference(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    check_operands(x, gamma)
+    y = reference.forward(x, gamma, eps_value(eps))
+    count("reference", "forward")
+    if y.requires_grad:
+        y.register_hook(lambda _: count("reference", "backward"))
+    return y
+
+
+@functools.cache
+def _looked_up(name: str) -> Implementation:
+    return implementation(name)
+
+
+def _resolved(impl: str | Implementation) -> Implementation:
+    return impl if isinstance(impl, Implementation) else _looked_up(impl)
+
+
+def rms_norm(
+    x: Tensor, gamma: Tensor | None = None, eps: float = DEFAULT_EPS, impl: str | Implementation = DEFAULT
+) -> Tensor:
+    """Normalise the last dimension of x by its root mean square and scale it by gamma.
+
+    x is (..., N), gamma (N,) or None; what else is taken depends on the implementation, see `contract.py`. Returns y
+    with x's shape and dtype; differentiable in x and gamma. Raises ContractError for an input outside the contract,
+    UnknownImplementation and MissingPackage for `impl`.
+    """
+    return _resolved(impl).call(x, gamma, eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` that runs one of our implementations: the same arguments, attributes and `state_dict`.
+
+    The one difference: eps=None means 1e-6, whatever the dtype. Several normalised dimensions are flattened to one.
+    Raises ContractError where x does not end in `normalized_shape`, and what `rms_norm` raises.
+    Source: torch.nn.RMSNorm, https://docs.pytorch.org/docs/stable/generated/torch.nn.RMSNorm.html
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        impl: str | Implementation = DEFAULT,
+    ) -> None:
+        _resolved(impl)
+        eps = DEFAULT_EPS if eps is None else eps_value(eps)
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
+        self.impl = impl
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised x, of x's shape and dtype."""
+        shape = tuple(self.normalized_shape)
+        if tuple(x.shape[-len(shape) :]) != shape:
+            raise ContractError(f"x has shape {tuple(x.shape)}: it must end in the normalised shape, {shape}")
+        if len(shape) == 1:
+            return rms_norm(x, self.weight, self.eps, self.impl)
+        rows = x.reshape(*x.shape[: -len(shape)], math.prod(shape))
+        gamma = None if self.weight is None else self.weight.reshape(-1)
+        return rms_norm(rows, gamma, self.eps, self.impl).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        """Return what `print(module)` shows between the brackets."""
+        name = self.impl if isinstance(self.impl, str) else self.impl.name
+        return f"{super().extra_repr()}, impl={name!r}"

@@ -1,0 +1,178 @@
+"""What each of our implementations accepts; every refusal is spoken here, before anything is allocated or written."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+ROWWISE_MAX_COLUMNS = 4096
+"""The widest row that one program of `rowwise` holds in registers."""
+
+ROWWISE_MAX_PARTIAL_BYTES = 64 * 2**20
+"""The largest M × N fp32 partial of dgamma that `rowwise` may allocate: exactly 4096 × 4096 numbers."""
+
+FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+FP32_LARGEST = torch.finfo(torch.float32).max
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels of this process were decorated for Triton's interpreter (read once, as Triton does)."""
+
+
+class ContractError(ValueError):
+    """An input that an implementation does not take: the message names the argument, its value and the limit."""
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """What a refusal can depend on without a tensor in hand, so that a plan can be made before inputs exist.
+
+    `shape` is x's, `contiguous` is x's, `gamma_dtype` is None where there is no gamma.
+    """
+
+    shape: tuple[int, ...]
+    x_dtype: torch.dtype
+    gamma_dtype: torch.dtype | None
+    contiguous: bool
+    eps: float
+    device_type: str
+
+    @classmethod
+    def of(cls, x: Tensor, gamma: Tensor | None, eps: float) -> CallSpec:
+        """Describe a call by its tensors."""
+        gamma_dtype = None if gamma is None else gamma.dtype
+        return cls(tuple(x.shape), x.dtype, gamma_dtype, x.is_contiguous(), eps, x.device.type)
+
+
+def eps_value(eps: object) -> float:
+    """Return eps as a Python float, so that no kernel ever sees an integer, a NumPy type or a tensor.
+
+    Takes int, float, a NumPy real number, or a 0-d floating CPU tensor without gradient.
+    Raises ContractError for a bool, text, any other tensor, and a value that is not finite and above zero.
+    """
+    if isinstance(eps, Tensor):
+        if eps.dim() or eps.device.type != "cpu" or not eps.is_floating_point() or eps.requires_grad:
+            raise ContractError(
+                f"eps is a tensor of shape {tuple(eps.shape)}, {eps.dtype}, on {eps.device}: "
+                "pass a number, or a 0-d floating CPU tensor that needs no gradient"
+            )
+        value = float(eps.item())
+    elif isinstance(eps, numbers.Real) and not isinstance(eps, bool):
+        value = float(eps)
+    else:
+        raise ContractError(f"eps is {eps!r} of type {type(eps).__name__}: it must be a number above 0")
+    if not math.isfinite(value) or value <= 0:
+        raise ContractError(f"eps is {value!r}: it must be finite and above 0")
+    return value
+
+
+def check_operands(x: Tensor, gamma: Tensor | None) -> None:
+    """Refuse what no implementation of ours can mean: the checks that all of them share."""
+    for name, tensor in (("x", x), ("gamma", gamma)):
+        if tensor is None and name == "gamma":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ContractError(f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor")
+        if tensor.layout != torch.strided:
+            raise ContractError(f"{name} has layout {tensor.layout}: it must be a dense (strided) tensor")
+        if not tensor.is_floating_point():
+            raise ContractError(f"{name} has dtype {tensor.dtype}: it must be a floating-point tensor")
+    if x.dim() == 0:
+        raise ContractError("x has 0 dimensions: it needs at least 1, the row to normalise")
+    if x.shape[-1] == 0:
+        raise ContractError(f"x has shape {tuple(x.shape)}: a row needs at least 1 column, the mean of none is undefined")
+    if gamma is None:
+        return
+    if tuple(gamma.shape) != (x.shape[-1],):
+        raise ContractError(f"gamma has shape {tuple(gamma.shape)}: it must be ({x.shape[-1]},), the last size of x")
+    if gamma.device != x.device:
+        raise ContractError(f"gamma is on {gamma.device}: it must be on the device of x, {x.device}")
+
+
+def operand_refusal(spec: CallSpec) -> str | None:
+    """Say why every implementation of ours refuses such a call, or return None: what `reference` refuses."""
+    if not spec.x_dtype.is_floating_point:
+        return f"x has dtype {spec.x_dtype}: it must be a floating-point tensor"
+    if spec.gamma_dtype is not None and not spec.gamma_dtype.is_floating_point:
+        return f"gamma has dtype {spec.gamma_dtype}: it must be a floating-point tensor"
+    if not spec.shape:
+        return "x has 0 dimensions: it needs at least 1, the row to normalise"
+    if spec.shape[-1] == 0:
+        return f"x has shape {spec.shape}: a row needs at least 1 column, the mean of none is undefined"
+    if not math.isfinite(spec.eps) or spec.eps <= 0:
+        return f"eps is {spec.eps!r}: it must be finite and above 0"
+    return None
+
+
+def triton_refusal(device_type: str) -> str | None:
+    """Say why a Triton kernel cannot run on this device, or return None where it can."""
+    if device_type == "cuda" or (device_type == "cpu" and INTERPRETED):
+        return None
+    if device_type == "cpu":
+        return (
+            "x is on cpu: a Triton kernel needs a CUDA tensor, or Triton's interpreter, "
+            "which TRITON_INTERPRET=1 in the environment turns on before rmsnorm_cli.kernels is imported"
+        )
+    return f"x is on {device_type}: a Triton kernel needs a CUDA tensor, or a CPU tensor in Triton's interpreter"
+
+
+def rowwise_refusal(spec: CallSpec) -> str | None:
+    """Say why `rowwise` refuses such a call, or return None where it takes it."""
+    if len(spec.shape) != 2:
+        return f"x has {len(spec.shape)} dimension(s): rowwise takes 2; reshape x to (rows, columns) first"
+    M, N = spec.shape
+    if N == 0:
+        return f"x has shape {spec.shape}: a row needs at least 1 column"
+    if spec.x_dtype not in (torch.float32, torch.float16):
+        return f"x has dtype {spec.x_dtype}: rowwise takes torch.float32 and torch.float16"
+    if spec.gamma_dtype is None:
+        return "gamma is None: rowwise needs a gamma of length N; torch.ones(N) changes nothing"
+    if spec.gamma_dtype != spec.x_dtype:
+        return f"gamma has dtype {spec.gamma_dtype}: rowwise takes gamma in the dtype of x, {spec.x_dtype}"
+    if not spec.contiguous:
+        return "x is not contiguous: rowwise reads rows that lie one behind the other; call x.contiguous() first"
+    if not FP32_SMALLEST_NORMAL <= spec.eps <= FP32_LARGEST:
+        limits = f"[{FP32_SMALLEST_NORMAL:.3g}, {FP32_LARGEST:.3g}]"
+        return f"eps is {spec.eps!r}: rowwise adds it in float32, where it must lie in {limits}"
+    if N > ROWWISE_MAX_COLUMNS:
+        return f"x has {N} columns: rowwise takes at most {ROWWISE_MAX_COLUMNS}"
+    partial_bytes = M * N * 4
+    if partial_bytes > ROWWISE_MAX_PARTIAL_BYTES:
+        return (
+            f"x has shape {spec.shape}, whose partial sums of dgamma take {partial_bytes:,} bytes: "
+            f"rowwise takes at most {ROWWISE_MAX_PARTIAL_BYTES:,}"
+        )
+    return triton_refusal(spec.device_type)
+
+
+def check_rowwise(x: Tensor, gamma: Tensor, eps: object) -> float:
+    """Return eps as a float if `rowwise` takes this call; raise ContractError before anything is allocated."""
+    check_operands(x, gamma)
+    value = eps_value(eps)
+    reason = rowwise_refusal(CallSpec.of(x, gamma, value))
+    if reason is not None:
+        raise ContractError(reason)
+    if not gamma.is_contiguous():
+        raise ContractError(
+            f"gamma has stride {gamma.stride(0)}: rowwise reads it contiguous, stride 1; call gamma.contiguous() first"
+        )
+    if x.is_neg() or gamma.is_neg():
+        raise ContractError("x or gamma is a negated view, which memory does not show: call .resolve_neg() first")
+    return value
+
+
+def check_gradient(dy: Tensor, x: Tensor) -> None:
+    """Refuse a dy that does not match x in shape, dtype or device, or that is not contiguous."""
+    for what, got, expected in (
+        ("shape", tuple(dy.shape), tuple(x.shape)),
+        ("dtype", dy.dtype, x.dtype),
+        ("device", dy.device, x.device),
+    ):
+        if got != expected:
+            raise ContractError(f"dy has {what} {got}: it must have the {what} of x, {expected}")
+    if not dy.is_contiguous():
+        raise ContractError(f"dy has strides {dy.stride()}: the kernel reads it contiguous; call dy.contiguous() first")
