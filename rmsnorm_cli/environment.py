@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,11 @@ if TYPE_CHECKING:  # kernels import triton, which must wait until a device is ch
 
 INSTALL = "pip install torch triton numpy"
 OPTIONAL = {"liger": "liger-kernel", "quack": "quack-kernels", "fla": "flash-linear-attention"}
+CACHE = ".cache"  # folder of the tool's own caches, in the runs folder
+TAG_NAME = "CACHEDIR.TAG"
+CACHE_TAG = """Signature: 8a477f597d28d172789f06886806bc55
+# This folder holds kernels compiled by rmsnorm; `rmsnorm clean --scope cache` removes it.
+"""  # the first line is the Cache Directory Tagging Specification's: backup programs leave such a folder out
 TRUE = ("1", "true", "yes", "on", "y")  # what Triton takes for a set flag
 
 
@@ -48,7 +54,7 @@ def choose_device(asked: str = "auto", runs_dir: Path | str = "runs") -> Device:
     """
     index = cuda_index(asked)
     require("torch", "triton")
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(runs_dir).absolute() / ".cache" / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(runs_dir).absolute() / CACHE / "triton"))
     if asked == "interpreter" or (asked == "auto" and interpreter_is_set()):
         return use_interpreter(asked)
     problem = cuda_problem(index)
@@ -126,6 +132,24 @@ def enter(mode: Literal["cuda", "interpreter"]) -> None:
         os.environ.pop("TRITON_INTERPRET", None)
 
 
+def mark_cache(triton_cache: Path) -> None:
+    """Mark a new .cache folder of ours as such, so that `clean` knows it; a folder that is there stays as it is."""
+    folder = triton_cache.parent
+    if folder.name == CACHE and not os.path.lexists(folder):
+        with suppress(OSError):  # a folder that cannot be written is explained where a run is opened in it
+            folder.mkdir(parents=True)
+            (folder / TAG_NAME).write_text(CACHE_TAG, encoding="utf-8")
+
+
+def is_our_cache(folder: Path) -> bool:
+    """Return whether this is a real folder that `mark_cache` made."""
+    tag = folder / TAG_NAME
+    try:
+        return not (folder.is_symlink() or tag.is_symlink()) and tag.read_text(encoding="utf-8") == CACHE_TAG
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def use_interpreter(asked: str) -> Device:
     """Put this process in interpreter mode."""
     problem = interpreter_problem(version_of("triton"), version_of("numpy"))
@@ -140,6 +164,7 @@ def use_cuda(asked: str, index: int) -> Device:
     import torch
 
     enter("cuda")
+    mark_cache(Path(os.environ["TRITON_CACHE_DIR"]))
     torch.cuda.set_device(index)
     return Device(asked, "cuda", f"cuda:{index}", torch.cuda.get_device_name(index))
 

@@ -5,8 +5,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,34 @@ class RunInfo:
 def read_info(directory: Path) -> RunInfo | None:
     """Read the run.json of a real directory (no link), or return None where this tool has not made it."""
     try:
-        if not stat.S_ISDIR(directory.lstat().st_mode):
-            return None
-        with open(os.open(directory / "run.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return None
-            facts = json.loads(file.read(LARGEST))
-    except (OSError, ValueError, RecursionError):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
         return None
-    if not isinstance(facts, dict) or facts.get("tool") != TOOL or not isinstance(facts.get("schema"), int):
+    try:
+        facts = read_facts(handle)
+    finally:
+        os.close(handle)
+    if facts is None:
         return None
     status, process = str(facts.get("status")), facts.get("process")
     alive = liveness.alive(directory, process if isinstance(process, dict) else {}) if status == "running" else False
     return RunInfo(
         directory, str(facts.get("command")), status, str(facts.get("started")), facts.get("finished"), alive, facts
     )
+
+
+def read_facts(handle: int) -> dict[str, Any] | None:
+    """Return the run.json in an open directory, or None where there is none that this tool wrote."""
+    try:
+        file = os.open("run.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
+        with open(file, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return None
+            facts = json.loads(stream.read(LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    ours = isinstance(facts, dict) and facts.get("tool") == TOOL and isinstance(facts.get("schema"), int)
+    return facts if ours else None
 
 
 def list_runs(runs_dir: Path) -> list[RunInfo]:
@@ -128,12 +141,21 @@ def checksums(directory: Path) -> str:
     return "".join(lines)
 
 
-def point_latest(runs_dir: Path, name: str, command: str) -> None:
-    """Make `latest` and `latest-<command>` relative links to this run, unless they already point at a newer one."""
+@contextmanager
+def alone(runs_dir: Path) -> Iterator[None]:
+    """Let one process at a time change the links of a runs folder, where its file system has locks."""
     handle = os.open(runs_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks: the links are still replaced in one step
+        with suppress(OSError):  # without locks the links are still replaced in one step each
             fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def point_latest(runs_dir: Path, name: str, command: str) -> None:
+    """Make `latest` and `latest-<command>` relative links to this run, unless they already point at a newer one."""
+    with alone(runs_dir):
         for link in ("latest", f"latest-{command}"):
             path = runs_dir / link
             if path.is_symlink():
@@ -143,5 +165,33 @@ def point_latest(runs_dir: Path, name: str, command: str) -> None:
             elif path.exists():  # somebody's own file or folder
                 continue
             atomic.link(path, name)
-    finally:
-        os.close(handle)
+
+
+def stale_links(runs_dir: Path, runs: Sequence[RunInfo], gone: Container[str] = ()) -> list[tuple[str, str | None]]:
+    """Return the `latest` links that point at nothing, or at a run in `gone`, each with the run it should point at.
+
+    That is the newest of `runs` (oldest first) that is not in `gone`, of the link's command; None where there is
+    none, and for a draft of a link that a killed process left.
+    """
+    stale: list[tuple[str, str | None]] = []
+    for name in sorted(os.listdir(runs_dir)):
+        path = runs_dir / name
+        if not path.is_symlink():
+            continue
+        if name.startswith(".latest") and atomic.is_temporary(path):
+            stale.append((name, None))
+        elif (name == "latest" or name.startswith("latest-")) and (os.readlink(path) in gone or not path.exists()):
+            command = name.removeprefix("latest").removeprefix("-")
+            left = [info.dir.name for info in runs if info.dir.name not in gone and command in ("", info.command)]
+            stale.append((name, left[-1] if left else None))
+    return stale
+
+
+def repoint(runs_dir: Path, name: str, target: str | None) -> None:
+    """Point a link of the runs folder at a run, or remove it; what is no link any more is left alone."""
+    path = runs_dir / name
+    with alone(runs_dir):
+        if path.is_symlink() and target is None:
+            path.unlink()
+        elif path.is_symlink():
+            atomic.link(path, str(target))

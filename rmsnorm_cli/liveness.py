@@ -19,17 +19,25 @@ def hold(directory: Path) -> int | None:
     Where the file system has no locks the handle is returned unlocked: the process record has to do.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if lock(handle):
+        return handle
+    os.close(handle)
+    return None
+
+
+def lock(handle: int) -> bool:
+    """Lock an open directory and return True, also where there are no locks; False where another holds it."""
     for attempt in range(5):  # a reader's probe holds the lock for a moment
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
         except BlockingIOError:
             if attempt < 4:
                 time.sleep(0.02)
         except OSError:
-            return handle
-    os.close(handle)
-    return None
+            return True
+        else:
+            return True
+    return False
 
 
 def release(handle: int | None) -> None:
