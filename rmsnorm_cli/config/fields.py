@@ -1,0 +1,113 @@
+"""The kinds of value a key can hold: names, counts, shapes, seeds, each with its range and its own refusal."""
+
+import re
+import secrets
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+IMPLEMENTATIONS = ("reference", "rowwise", "fused", "torch", "compile", "liger", "quack", "fla")
+
+SMALLEST_EPS = 2.0**-126  # the smallest normal fp32; below it eps is zero to a kernel and a zero row divides by zero
+LARGEST_EPS = 3.4e38  # just under the largest fp32
+LARGEST_SEED = 2**32 - 1
+LARGEST_COUNT = 2**31 - 1
+LARGEST_WIDTH = 2**24
+
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+TimedDtype = Literal["float32", "float16", "bfloat16"]
+Scope = Literal["forward", "dx", "dgamma", "contract", "properties"]
+Distribution = Literal[
+    "normal", "spread", "tiny", "large", "offset", "zero_rows", "parallel", "aligned", "spike", "exact", "fp16_range",
+    "nonfinite", "stalling",
+]  # fmt: skip
+Layout = Literal[
+    "contiguous", "sliced_rows", "transposed_heads", "misaligned", "expanded_dy", "sliced_dy", "transposed_dy", "1d",
+    "3d", "4d",
+]  # fmt: skip
+Perimeter = Literal["forward", "forward_train", "backward", "forward_backward"]
+Optimizer = Literal["adam", "sgd"]
+
+
+@dataclass(frozen=True)
+class Says:
+    """Put beside a type whose constraints do not read as words: what messages say is expected, a range apart."""
+
+    text: str
+
+
+def refusal(wrong: str, expected: str = "", nearest: str = "") -> PydanticCustomError:
+    """Make the error of a validator of ours; an empty `expected` means what the type says."""
+    parts = {"wrong": wrong, "expected": expected, "nearest": nearest}
+    return PydanticCustomError("refused", "{wrong}, expected {expected}", parts)
+
+
+def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse a list that names one thing twice: its cases would count as more evidence than they are."""
+    for index, item in enumerate(items):
+        if item in items[:index]:
+            raise refusal(f"item {index + 1} repeats item {items.index(item) + 1}", "every item once")
+    return items
+
+
+def _implementation(name: str) -> str:
+    """Accept a known name or the form of a callable's address; whether that is there is found out when it is loaded."""
+    place, colon, attribute = name.rpartition(":")
+    if name in IMPLEMENTATIONS or (colon and place and attribute.isidentifier()):
+        return name
+    nearest = get_close_matches(name, IMPLEMENTATIONS, n=1)
+    raise refusal("no such implementation", nearest=nearest[0] if nearest else "")
+
+
+def _draw(seed: Any) -> Any:
+    """Turn the word random into a fresh seed, so that everything after this holds the integer."""
+    return secrets.randbelow(2**31) if seed == "random" else seed
+
+
+def _shape(value: Any) -> Any:
+    """Turn text of the form 128x257 into (128, 257)."""
+    sizes = re.fullmatch(r"([0-9]{1,12})[xX]([0-9]{1,12})", value) if isinstance(value, str) else None
+    return (int(sizes[1]), int(sizes[2])) if sizes else value
+
+
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_distinct)]
+
+Text = Annotated[
+    str,
+    Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$"),
+    Says("text that is not empty and has no control characters"),
+]
+Word = Annotated[
+    str,
+    Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"),
+    Says("a word of letters, digits, dots, dashes and underscores, at most 64, that starts with a letter or digit"),
+]
+Device = Annotated[
+    str, Field(pattern=r"^(auto|interpreter|cuda(:[0-9]{1,3})?)$"), Says("auto, cuda, cuda:N or interpreter")
+]
+Implementation = Annotated[
+    Text,
+    AfterValidator(_implementation),
+    Says(f"{', '.join(IMPLEMENTATIONS)}, package.module:callable or path/file.py:callable"),
+]
+
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_draw), Says('"random" or an integer')]
+Rows = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Cols = Annotated[int, Field(ge=1, le=LARGEST_WIDTH)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+Repeats = Annotated[int, Field(ge=2, le=100_000)]
+Features = Annotated[int, Field(ge=1, le=65_536)]
+Shape = Annotated[
+    tuple[Count, Cols],
+    BeforeValidator(_shape),
+    Says(f'rows x cols as "128x257" or [128, 257], cols at most {LARGEST_WIDTH}'),
+]
+
+Eps = Annotated[float, Field(ge=SMALLEST_EPS, le=LARGEST_EPS), Says("a finite number that fp32 can hold:")]
+Tightened = Annotated[float, Field(ge=0), Says("a finite number that may only be tightened:")]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Rate = Annotated[float, Field(gt=0, le=10)]

@@ -1,0 +1,176 @@
+"""Read a TOML file and know on which line each key stands, which no TOML reader tells.
+
+A file is cut into statements by parsing growing prefixes: a line opens a statement, and following lines join it until
+the whole parses, so that a value may span lines. Each statement is parsed under the header above it; the keys that
+appear are on the statement's first line. The same cut lets the reader go on behind a faulty statement, so that one
+stray character does not hide the other problems of a file.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KeyPath = tuple[str, ...]
+
+LARGEST_FILE = 2**20  # bytes; also what keeps /dev/zero from being read for ever
+MOST_FAULTS = 20  # syntax faults of one file, after which the rest is not read
+MOST_TRIES = 300  # closing brackets or quotes that one statement may have before its end is no longer looked for
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A place that is not valid TOML: the line (counted from 1; 0 for the file as a whole), and what is wrong."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """What a file says: its tables, the line of each key, and the places that are not valid TOML."""
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """Lines first..last (from 0) that parse together; `header` for [table]; the key paths that it writes."""
+
+    first: int
+    last: int
+    header: bool
+    keys: tuple[KeyPath, ...]
+
+
+def read_toml(path: Path) -> TomlFile:
+    """Read a TOML file; anything that is wrong with it comes back as a fault and nothing is raised."""
+    try:
+        if path.is_dir():
+            return _unreadable("is a directory, expected a TOML file")
+        with path.open("rb") as stream:
+            raw = stream.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        return _unreadable("does not exist, expected a TOML file")
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        return _unreadable(f"cannot be read ({getattr(problem, 'strerror', None) or problem}), expected a TOML file")
+    if len(raw) > LARGEST_FILE:
+        return _unreadable(f"is larger than {LARGEST_FILE} bytes, expected a configuration file")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in raw[:4]:
+        return _unreadable("is encoded as UTF-16 or UTF-32, expected UTF-8: save it again as UTF-8")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        line = raw.count(b"\n", 0, problem.start) + 1
+        byte = raw[problem.start]
+        return TomlFile(faults=(Fault(line, f"byte 0x{byte:02x} is not UTF-8, expected a file saved as UTF-8"),))
+    return parse(text)
+
+
+def parse(text: str) -> TomlFile:
+    """Parse TOML text, going on behind faulty statements."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    faults: list[Fault] = []
+    while len(faults) < MOST_FAULTS:
+        try:
+            data = tomllib.loads("\n".join(lines))
+        except (ValueError, RecursionError) as problem:
+            lines = _without_fault(lines, problem, faults)
+        else:
+            return TomlFile(data, _key_lines(lines), tuple(faults))
+    return TomlFile(faults=(*faults, Fault(faults[-1].line, "too many faults, the rest is not read")))
+
+
+def _unreadable(text: str) -> TomlFile:
+    return TomlFile(faults=(Fault(0, text),))
+
+
+def _key_lines(lines: list[str]) -> dict[KeyPath, int]:
+    found: dict[KeyPath, int] = {}
+    for statement in _statements(lines)[0]:
+        for key in statement.keys:
+            found.setdefault(key, statement.first + 1)
+    return found
+
+
+def _statements(lines: list[str]) -> tuple[list[_Statement], int | None]:
+    """Cut lines into statements; also the line (from 0) of the first that never becomes whole, or None."""
+    found: list[_Statement] = []
+    header = ""
+    first, tries = 0, 0
+    for last, line in enumerate(lines):
+        if last > first and (tries > MOST_TRIES or not re.search(r"""[\]}]|\"\"\"|'''""", line)):
+            continue  # nothing on this line can end a value that spans lines
+        tries += 1
+        chunk = "\n".join(lines[first : last + 1])
+        is_header = chunk.lstrip(" \t").startswith("[")
+        try:
+            data = tomllib.loads(chunk if is_header else f"{header}\n{chunk}")
+        except (ValueError, RecursionError):
+            continue
+        if is_header:
+            header = chunk
+        found.append(_Statement(first, last, is_header, tuple(_paths(data)) if chunk.strip() else ()))
+        first, tries = last + 1, 0
+    return found, first if first < len(lines) else None
+
+
+def _paths(data: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in data.items():
+        yield (*above, key)
+        inner = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else value
+        if isinstance(inner, dict):
+            yield from _paths(inner, (*above, key))
+
+
+def _without_fault(lines: list[str], problem: Exception, faults: list[Fault]) -> list[str]:
+    """Note the fault that a parser stopped at and return the lines with that statement blanked."""
+    message, line = _explain(problem, len(lines))
+    statements, broken = _statements(lines)
+    if broken is not None:  # a statement that is not TOML by itself
+        opener = lines[broken].strip()
+        if line is None or line == broken:
+            faults.append(Fault(broken + 1, f"not valid TOML: {message}, in: {_short(opener)}"))
+            return _blank(lines, broken, broken)
+        faults.append(
+            Fault(broken + 1, f"not valid TOML: {message} on line {line + 1}, in what begins: {_short(opener)}")
+        )
+        return lines[:broken]
+    reached = [s for s in statements if s.keys and (line is None or s.first <= line)]
+    culprit = reached[-1]  # statements that are right by themselves and contradict one another
+    key = culprit.keys[-1]
+    earlier = [s.first + 1 for s in reached[:-1] if key in s.keys]
+    name = ".".join(key)
+    what = f"{name}: given twice, first on line {earlier[0]}" if earlier else f"{name}: {message}"
+    faults.append(Fault(culprit.first + 1, f"{what}, expected every key and table once"))
+    last = culprit.last
+    if culprit.header:  # what stands under a refused header must not slide into the table above it
+        last = next((s.first - 1 for s in statements if s.header and s.first > culprit.first), len(lines) - 1)
+    return _blank(lines, culprit.first, last)
+
+
+def _explain(problem: Exception, count: int) -> tuple[str, int | None]:
+    """Return a parser's message without its position, and the line (from 0) it stopped at, None where unknown."""
+    if isinstance(problem, RecursionError):
+        return "nested too deeply", None
+    if not isinstance(problem, tomllib.TOMLDecodeError):
+        return "an integer has too many digits", None
+    text = str(problem)
+    found = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", text)
+    if found is None:
+        return text, None
+    message = text[: found.start()]
+    return message[:1].lower() + message[1:], int(found[1]) - 1 if found[1] else count - 1
+
+
+def _blank(lines: list[str], first: int, last: int) -> list[str]:
+    return [*lines[:first], *[""] * (last - first + 1), *lines[last + 1 :]]
+
+
+def _short(text: str) -> str:
+    shown = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
+    return shown if len(shown) <= 60 else shown[:57] + "..."
