@@ -77,10 +77,15 @@ def cuda_index(asked: str) -> int:
 
 def require(*packages: str) -> None:
     """Raise EnvironmentProblem with the install line where one of the packages cannot be found."""
-    missing = [name for name in packages if version_of(name) is None and importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if not is_there(name)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise EnvironmentProblem(f"{' and '.join(missing)} {verb} not installed; install with: {INSTALL}")
+
+
+def is_there(package: str) -> bool:
+    """Return whether a package can be found, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def interpreter_is_set() -> bool:

@@ -9,7 +9,6 @@ run.json goes last, so that a removal cut short can be taken up again.
 import os
 import re
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -212,6 +211,8 @@ def remove_directory(folder: int, entry: Item) -> str | None:
     """Remove one planned directory; return why it did not go, or None."""
     try:
         handle = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:  # another clean was faster
+        return None
     except OSError as error:
         return error.strerror
     try:
@@ -251,6 +252,7 @@ def agreed(plan: Plan) -> bool:
 
 def shown(plan: Plan, runs_dir: Path) -> Table:
     """Return the plan as a table: what goes, then what stays and why."""
+    rows: list[tuple[str, str, str, str]]
     rows = [(entry.name, entry.kind, readable(entry.bytes), entry.remark or "goes") for entry in plan.going]
     rows += [(name, "", "", f"stays: {reason}") for name, reason in plan.staying]
     printable = tuple((name if name.isprintable() else ascii(name), *rest) for name, *rest in rows)
@@ -278,8 +280,8 @@ def verdict(
     status: Literal["passed", "interrupted", "error"] = "passed",
 ) -> Outcome:
     """Return the outcome; `passed` counts what went, `skipped` what stayed, `error` what should have gone."""
-    counts = dict.fromkeys(STATUSES, 0)
-    counts |= {"passed": len(removed), "skipped": len(plan.staying), "error": len(problems)}
+    counted = {"passed": len(removed), "skipped": len(plan.staying), "error": len(problems)}
+    counts: dict[str, int] = {name: counted.get(name, 0) for name in STATUSES}
     summary = {
         "dry_run": dry_run,
         "listed": [entry.name for entry in plan.going],
