@@ -48,7 +48,7 @@ def execute(request: Request) -> int:
     from rmsnorm_cli import environment
     from rmsnorm_cli.run import open_run, reopen
 
-    device = environment.choose_device(settings.run.device)
+    device = environment.choose_device(settings.run.device, settings.run.dir)
     facts = environment.snapshot(device)
     resume = request.direct.get("resume")
     opened = (
@@ -71,7 +71,8 @@ def aside(command: str, given: Mapping[str, Any], *, runs_dir: str | None, json:
     from rmsnorm_cli import config
 
     console = Console(json=json)
-    folder = config.runs_folder(runs_dir, os.environ)
+    common = config.load("verify", file=None, environ=os.environ, sets=[], options={"run.dir": runs_dir})
+    folder = Path(common.run.dir)
     module = importlib.import_module(f"rmsnorm_cli.commands.{command}")
     outcome: Outcome = getattr(module, command)(**given, runs_dir=folder, console=console)
     return _finish(console, command, outcome, {"run_dir": None})
@@ -152,9 +153,9 @@ def _unforeseen(json: bool, command: str, problem: Exception) -> int:
     where = traceback.extract_tb(problem.__traceback__)[-1]
     lines = [
         f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
-        "this is a fault of rmsnorm itself; RMSNORM_TRACEBACK=1 prints where it happened",
+        "this is a fault of rmsnorm itself; 'python -X dev -m rmsnorm_cli' with the same words prints where it happened",
     ]
-    if os.environ.get("RMSNORM_TRACEBACK") == "1":
+    if sys.flags.dev_mode:
         traceback.print_exc()
     return _failed(json, command, "error", lines, INTERNAL_ERROR)
 

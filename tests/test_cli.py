@@ -191,7 +191,10 @@ def test_github_gets_annotations_and_a_summary(tmp_path):
 
 def test_an_unforeseen_error_is_exit_3_without_a_traceback(tmp_path):
     """Typer's own code for it would be 1, which means that a check failed."""
-    breaker = "import rmsnorm_cli.config as c; c.load = lambda *a, **k: 1 / 0; from rmsnorm_cli.cli import main; main(['verify'])"
+    breaker = (
+        "import rmsnorm_cli.config as c; c.load = lambda *a, **k: 1 / 0\n"
+        "from rmsnorm_cli.cli import main; main(['verify'])"
+    )
     done = subprocess.run([sys.executable, "-c", breaker], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 3
     assert "internal error: ZeroDivisionError" in done.stderr

@@ -1,0 +1,291 @@
+"""`rmsnorm gradcheck`: derivatives in float64, where a finite difference can tell right from wrong.
+
+Each verdict is labelled with the program it tested. The reference's derivatives say nothing about a float32 kernel;
+they say that the oracle, which judges the kernel elsewhere, is itself right.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_cli.results import CaseResult, Outcome, Scope, Status, Table, count, overall
+
+if TYPE_CHECKING:
+    import torch
+
+    from rmsnorm_cli.config import Gradcheck, Settings
+    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.kernels import Implementation
+    from rmsnorm_cli.run import Run
+
+EXACT = 1e-12  # relative to the largest value: two float64 formulas of this length differ by rounding only
+WIDE = 64  # from this width on the Jacobian is probed in random directions instead of element by element
+KILLING = (1e-2, 1e-4)  # rms and eps with mean square = eps: no term of the formula is small beside another
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Float64 inputs of one shape: rows of one rms, gamma random in both signs, so that no term can hide."""
+
+    x: "torch.Tensor"  # (M, N)
+    gamma: "torch.Tensor"  # (N,)
+    dy: "torch.Tensor"  # (M, N)
+    rms: float
+    eps: float
+
+    @property
+    def name(self) -> str:
+        """Return MxN, rms and eps."""
+        return f"{self.x.shape[0]}x{self.x.shape[1]} rms {self.rms:g} eps {self.eps:g}"
+
+
+def probe(rows: int, cols: int, rms: float, eps: float, seed: int, device: str = "cpu") -> Probe:
+    """Draw the float64 inputs of one shape on the CPU and move them to `device`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rows * 10_007 + cols)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    x = draw(rows, cols)
+    x = rms * x / x.square().mean(-1, keepdim=True).sqrt()
+    gamma = (0.5 + draw(cols).abs()) * torch.where(draw(cols) < 0, -1.0, 1.0)
+    return Probe(x.to(device), gamma.to(device), draw(rows, cols).to(device), rms, eps)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Turns one question about one program into a CaseResult."""
+
+    impl: str
+    execution: Any
+    program: str  # what was tested, in words
+
+    def ask(self, scope: Scope, case: str, question: str, answer: Callable[[], float | None]) -> CaseResult:
+        """Run `answer`: a number is an error against EXACT, None means that a torch check passed; raising fails."""
+        status: Status = "passed"
+        worst: float | None = None
+        detail = f"{self.program}: {question}"
+        try:
+            error = answer()
+            if error is not None:
+                worst = error / EXACT
+                if not error <= EXACT:  # NaN must fail, so the comparison is this way round
+                    status, detail = "failed", f"{detail}: relative error {error:.3g}, limit {EXACT:g}"
+        except Exception as problem:
+            first = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+            status, detail = "failed", f"{detail}: {first}"
+        return CaseResult(self.impl, self.execution, scope, "gradcheck", "float64", case, status, worst, detail)
+
+
+def relative(got: "torch.Tensor", want: "torch.Tensor") -> float:
+    """Return max |got - want| / max |want|; NaN stays NaN and shapes must agree."""
+    if got.shape != want.shape:
+        raise ValueError(f"shape {tuple(got.shape)} where {tuple(want.shape)} is due")
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def complex_step(p: Probe) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Differentiate `<dy, y>` by complex steps, a formula of its own with no subtraction: (dx, dgamma)."""
+    import torch
+
+    step = 1e-200  # its square vanishes, so the imaginary part is the derivative to the last bit
+
+    def loss(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        mean_square = (x * x).mean(-1, keepdim=True)
+        return (p.dy * gamma * x / (mean_square + p.eps).sqrt()).sum()
+
+    dx, dgamma = torch.empty_like(p.x), torch.empty_like(p.gamma)
+    x, gamma = p.x.to(torch.complex128), p.gamma.to(torch.complex128)
+    for index in range(p.x.numel()):
+        moved = x.clone().view(-1)
+        moved[index] += 1j * step
+        dx.view(-1)[index] = loss(moved.view_as(x), gamma).imag / step
+    for index in range(p.gamma.numel()):
+        moved = gamma.clone()
+        moved[index] += 1j * step
+        dgamma[index] = loss(x, moved).imag / step
+    return dx, dgamma
+
+
+def second_derivative(backward: Callable[..., Any], p: Probe, seed: int) -> tuple["torch.Tensor", ...]:
+    """Differentiate a backward formula once more along fixed random directions: gradients for dy, x and gamma."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    dy, x, gamma = (t.detach().clone().requires_grad_() for t in (p.dy, p.x, p.gamma))
+    dx, dgamma = backward(dy, x, gamma, p.eps)
+    along_x = torch.randn(dx.shape, dtype=torch.float64, generator=generator).to(dx.device)
+    along_gamma = torch.randn(dgamma.shape, dtype=torch.float64, generator=generator).to(dx.device)
+    scalar = (dx * along_x).sum() + (dgamma * along_gamma).sum()
+    return torch.autograd.grad(scalar, (dy, x, gamma))
+
+
+def by_autograd(call: Callable[..., "torch.Tensor"]) -> Callable[..., tuple["torch.Tensor", "torch.Tensor"]]:
+    """Return a backward made by autograd through a forward, differentiable again."""
+    import torch
+
+    def backward(dy: Any, x: Any, gamma: Any, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        gamma = gamma if gamma.requires_grad else gamma.detach().requires_grad_()
+        dx, dgamma = torch.autograd.grad(call(x, gamma, eps), (x, gamma), dy, create_graph=True)
+        return dx, dgamma
+
+    return backward
+
+
+def check_call(judge: Judge, call: Callable[..., "torch.Tensor"], p: Probe, table: "Gradcheck") -> Iterator[CaseResult]:
+    """Judge the first and second derivatives of a differentiable call by torch's finite differences."""
+    import torch
+
+    fast = p.x.shape[1] >= WIDE
+    how = "in random directions" if fast else "for every element"
+    options: dict[str, Any] = {"atol": table.atol, "rtol": table.rtol, "eps": table.step, "fast_mode": fast}
+    x, gamma = (t.detach().clone().requires_grad_() for t in (p.x, p.gamma))
+
+    def along_x() -> None:
+        torch.autograd.gradcheck(lambda t: call(t, p.gamma, p.eps), (x,), **options)
+
+    def along_gamma() -> None:
+        torch.autograd.gradcheck(lambda t: call(p.x, t, p.eps), (gamma,), **options)
+
+    def twice() -> None:
+        torch.autograd.gradgradcheck(
+            lambda a, b: call(a, b, p.eps), (x, gamma), gen_non_contig_grad_outputs=True, **options
+        )
+
+    yield judge.ask("dx", p.name, f"dy/dx against finite differences {how}", along_x)
+    yield judge.ask("dgamma", p.name, f"dy/dgamma against finite differences {how}", along_gamma)
+    if table.second:
+        yield judge.ask("properties", p.name, f"second derivatives against finite differences {how}", twice)
+
+
+def check_formulas(judge: Judge, p: Probe, seed: int) -> Iterator[CaseResult]:
+    """Judge the reference's explicit backward against autograd and complex steps, and its own derivative."""
+    from rmsnorm_cli.kernels import reference
+
+    traced = by_autograd(reference.forward)
+    explicit = reference.backward(p.dy, p.x, p.gamma, p.eps)
+    automatic = traced(p.dy, p.x, p.gamma, p.eps)
+    scopes: tuple[Scope, Scope] = ("dx", "dgamma")
+    for i, scope in enumerate(scopes):
+        got, auto = explicit[i], automatic[i].detach()
+        yield judge.ask(scope, p.name, "explicit backward against autograd", lambda a=got, b=auto: relative(a, b))
+    if p.x.numel() <= 4 * WIDE:
+        stepped = complex_step(p)
+        for i, scope in enumerate(scopes):
+            got, want = explicit[i], stepped[i]
+            yield judge.ask(
+                scope, p.name, "explicit backward against complex steps", lambda a=got, b=want: relative(a, b)
+            )
+    pair = [second_derivative(b, p, seed) for b in (reference.backward, traced)]
+    for got, want, of in zip(*pair, ("dy", "x", "gamma"), strict=True):
+        yield judge.ask(
+            "properties",
+            p.name,
+            f"second derivative of the explicit backward with respect to {of} against autograd",
+            lambda a=got, b=want: relative(a, b),
+        )
+
+
+def check_implementation(
+    impl: "Implementation", p: Probe, execution: Any, table: "Gradcheck", seed: int
+) -> Iterator[CaseResult]:
+    """Yield every verdict about one implementation at one shape."""
+    import torch
+
+    from rmsnorm_cli.kernels.contract import CallSpec
+
+    spec = CallSpec(tuple(p.x.shape), p.x.dtype, p.gamma.dtype, True, p.eps, p.x.device.type)
+    reason = impl.accepts(spec) if impl.accepts else None
+    if reason:
+        detail = f"{impl.name} itself was not tested here: {reason}"
+        yield CaseResult(impl.name, execution, "properties", "gradcheck", "float64", p.name, "skipped", detail=detail)
+        return
+    program = {"reference": "the readable reference through autograd"}.get(impl.name, f"{impl.name} itself, in float64")
+    yield from check_call(Judge(impl.name, execution, program), impl.call, p, table)
+    if impl.name == "reference":
+        yield from check_formulas(Judge(impl.name, execution, "the explicit backward formula"), p, seed)
+    if impl.name == "fused" and table.opcheck:
+        from rmsnorm_cli.kernels import ops
+
+        def registered() -> None:
+            x, gamma = (t.detach().clone().requires_grad_() for t in (p.x, p.gamma))
+            torch.library.opcheck(ops.FORWARD, (x, gamma, p.eps))
+
+        judge = Judge(impl.name, execution, "the registered operator")
+        question = "opcheck: schema, autograd, fake tensor and dispatch are registered; it judges no number"
+        yield judge.ask("properties", p.name, question, registered)
+
+
+def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
+    """Check every shape of every implementation in float64, and write the partitions that `train` will use."""
+    from rmsnorm_cli.environment import executes_on
+    from rmsnorm_cli.kernels import implementation
+
+    table = settings.gradcheck
+    results: list[CaseResult] = []
+    scales = (KILLING, (1.0, settings.operator.eps))
+    shapes = [(rows, cols, *scale) for rows in table.rows for cols in table.cols for scale in scales]
+    with console.progress("gradcheck", len(shapes) * len(settings.run.impl)) as progress:
+        for name in settings.run.impl:
+            impl = implementation(name, settings.run.rounding)
+            execution = executes_on(impl, device)
+            for shape in shapes:
+                p = probe(*shape, settings.run.seed, device.torch_device)
+                for result in check_implementation(impl, p, execution, table, settings.run.seed):
+                    run.record(result.record())
+                    results.append(result)
+                progress.advance(1, f"{name} {p.name}")
+    hashes = write_partitions(settings, run)
+    counts = count(results)
+    return Outcome(
+        status=overall(counts),
+        execution=device.execution,
+        counts=counts,
+        summary={"partitions": hashes, "checks": [result.record() for result in results]},
+        tables=(summary_table(results), *failures(results)),
+        notes=(
+            *(f"partition {name}: sha256 {value}" for name, value in hashes.items()),
+            "What this proves: the named program's derivatives at these float64 inputs. A kernel that takes no float64 "
+            "is judged by verify; the reference's derivatives are evidence about the oracle, not about a kernel.",
+        ),
+        results=tuple(results),
+    )
+
+
+def write_partitions(settings: "Settings", run: "Run") -> dict[str, str]:
+    """Write train, validation and test data into the run directory and return their hashes."""
+    import io
+
+    import torch
+
+    from rmsnorm_cli import network
+
+    partitions = network.partitions(settings.run.seed)
+    for name, data in partitions.items():
+        buffer = io.BytesIO()
+        torch.save({"inputs": data.inputs, "targets": data.targets}, buffer)
+        run.write(f"partitions/{name}.pt", buffer.getvalue())
+    return {name: data.sha256 for name, data in partitions.items()}
+
+
+def summary_table(results: list[CaseResult]) -> Table:
+    """Return one row per program and question, with the worst case."""
+    groups: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault((result.impl, result.scope, result.detail.split(": relative error")[0]), []).append(result)
+    rows = []
+    for (impl, scope, question), members in groups.items():
+        worst = max((m.worst for m in members if m.worst is not None), default=None)
+        verdict = ", ".join(f"{n} {status}" for status, n in count(members).items() if n)
+        rows.append((impl, scope, question, verdict, "" if worst is None else f"{worst * EXACT:.1e}"))
+    return Table("gradcheck, float64", ("impl", "scope", "program and question", "verdict", "error"), tuple(rows))
+
+
+def failures(results: list[CaseResult]) -> tuple[Table, ...]:
+    """Return a table of what failed, or none."""
+    rows = tuple((r.impl, r.scope, r.case, r.detail) for r in results if r.status == "failed")
+    return (Table("failed", ("impl", "scope", "case", "what was seen"), rows),) if rows else ()

@@ -1,0 +1,174 @@
+"""`rmsnorm verify`: each implementation against every gate, and one verdict. The main job.
+
+Order: the tolerances are written down and hashed; the controls say whether this verifier can tell good from bad here;
+only then is anything of the user's judged. A foreign implementation answers from a process of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_cli import tolerances
+from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.kernels import Implementation
+    from rmsnorm_cli.run import Run
+
+SHOWN = 3  # failures of one scope and gate that are printed; all of them are in metrics.jsonl and junit.xml
+EVIDENCE = {
+    "cuda": "on this GPU, at these shapes and dtypes",
+    "interpreter": "about the kernel's arithmetic and addresses, run program by program on the CPU; it says nothing of "
+    "races, speed or the GPU's own code",
+    "cpu": "about PyTorch's code on the CPU",
+}
+
+
+def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
+    """Judge every implementation of settings.run.impl; raises VerifierUntrusted if a control is misjudged."""
+    from rmsnorm_cli import gates
+
+    in_force = {dtype: settings.verify.tolerances.of(dtype) for dtype in tolerances.DECLARED}
+    run.write("declared/tolerances.json", tolerances.canonical_json(in_force) + "\n")
+    digest = tolerances.digest(in_force)
+    run.log(f"tolerances sha256 {digest}, written before the first comparison")
+    results: list[CaseResult] = []
+    with ExitStack() as stack:
+        judged = [held(name, settings, device, stack) for name in settings.run.impl]
+        controls = gates.controls.verify(device, in_force)
+        run.log(controls)
+        for impl in judged:
+            for result in ask(impl, settings, console, device, in_force):
+                run.record(result.record())
+                results.append(result)
+    counts = count(results)
+    diagnoses = {
+        impl: text for impl in settings.run.impl if (text := gates.diagnose([r for r in results if r.impl == impl]))
+    }
+    return Outcome(
+        status=overall(counts),
+        execution=device.execution,
+        counts=counts,
+        summary={
+            "scopes": gates.scopes(results),
+            "tolerances_sha256": digest,
+            "tolerances": "declared" if digest == tolerances.DECLARED_SHA256 else "tightened",
+            "controls": controls,
+            "diagnoses": diagnoses,
+        },
+        tables=(verdicts(gates.scopes(results)), *failures(results)),
+        notes=tuple(notes(results, diagnoses, controls, digest)),
+        results=tuple(results),
+    )
+
+
+def plan(settings: "Settings") -> list[str]:
+    """Say what would be asked of whom, without asking."""
+    table = settings.verify
+    shapes = f"{len(table.rows)} row counts x {len(table.cols)} widths x {len(table.dtypes)} dtypes"
+    return [
+        f"would verify {', '.join(settings.run.impl)} on device {settings.run.device}",
+        f"scopes {', '.join(table.only)}; declared-tolerance grid of {shapes}, "
+        f"{len(table.distributions)} distributions, {len(table.layouts)} layouts, as far as each contract takes them",
+    ]
+
+
+def held(name: str, settings: "Settings", device: "Device", stack: ExitStack) -> "Implementation":
+    """Return the implementation: ours and PyTorch's from this process, anyone else's from one of its own."""
+    from rmsnorm_cli.kernels import implementation
+    from rmsnorm_cli.kernels.foreign import ForeignWorker
+
+    if name in ("reference", "rowwise", "fused", "torch", "compile"):
+        return implementation(name, settings.run.rounding)
+    worker = ForeignWorker(name, device.torch_device, settings.verify.timeout, settings.run.rounding)
+    return stack.enter_context(worker).implementation
+
+
+def ask(
+    impl: "Implementation", settings: "Settings", console: "Console", device: "Device", in_force: Any
+) -> Iterator[CaseResult]:
+    """Yield the verdicts of every gate about one implementation; one that was never judged is inconclusive."""
+    from rmsnorm_cli import gates
+    from rmsnorm_cli.environment import executes_on
+
+    execution = executes_on(impl, device)
+    only = set(settings.verify.only)
+    planned = [(gate, gate.plan(settings, impl, execution)) for gate in gates.GATES if only & set(gate.SCOPES)]
+    seen = []
+    with console.progress(f"{impl.name} ({execution})", sum(len(questions) for _, questions in planned)) as progress:
+        for gate, questions in planned:
+            for question in questions:
+                for result in gate.check(impl, question, execution, device.torch_device, in_force):
+                    if result.scope in only:
+                        seen.append(result.status)
+                        yield result
+                progress.advance(1, f"{gate.NAME}: {question.id}")
+    if not {"passed", "failed"} & set(seen):
+        text = "nothing that was asked lies within what this implementation takes, so nothing was judged"
+        yield CaseResult(impl.name, execution, "contract", "asked", "", "all cases", "inconclusive", detail=text)
+
+
+def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:
+    """Return one row for each implementation, scope, gate and dtype."""
+    rows = []
+    for entry in scopes:
+        others = [f"{entry[key]} {key}" for key in ("refused", "skipped", "inconclusive", "error") if entry[key]]
+        worst = entry["worst"]
+        rows.append(
+            (
+                f"{entry['impl']} ({entry['execution']})",
+                entry["scope"],
+                entry["gate"],
+                entry["dtype"],
+                str(entry["cases"]),
+                str(entry["passed"]),
+                str(entry["failed"]),
+                ", ".join(others),
+                "" if not worst else f"{worst['value']:.2g}  {worst['case']}",
+            )
+        )
+    columns = (
+        "implementation",
+        "scope",
+        "gate",
+        "dtype",
+        "cases",
+        "passed",
+        "failed",
+        "other",
+        "worst error/tolerance",
+    )
+    return Table("verify", columns, tuple(rows))
+
+
+def failures(results: Sequence[CaseResult]) -> tuple[Table, ...]:
+    """Return the first failures of each scope and gate, with what was seen and what it points to; or no table."""
+    rows: list[tuple[str, ...]] = []
+    shown: dict[tuple[str, ...], int] = {}
+    for result in results:
+        if result.status not in ("failed", "error", "inconclusive"):
+            continue
+        key = (result.impl, result.scope, result.gate)
+        shown[key] = shown.get(key, 0) + 1
+        if shown[key] <= SHOWN:
+            seen = result.detail + (f" -> {result.hint}" if result.hint else "")
+            rows.append((result.impl, result.scope, result.gate, result.status, result.case, seen))
+    if not rows:
+        return ()
+    hidden = sum(max(number - SHOWN, 0) for number in shown.values())
+    caption = f"{hidden} more in metrics.jsonl and junit.xml" if hidden else ""
+    return (Table("what did not pass", ("impl", "scope", "gate", "status", "case", "seen"), tuple(rows), caption),)
+
+
+def notes(results: Sequence[CaseResult], diagnoses: dict[str, str], controls: str, digest: str) -> Iterator[str]:
+    """Yield the diagnosis, what the run rests on, and what its results are evidence of."""
+    for impl, text in diagnoses.items():
+        yield f"{impl}: the pattern points to:"
+        yield from (f"  {line}" for line in text.splitlines())
+    yield controls
+    yield f"tolerances sha256 {digest[:16]}, written before the first comparison"
+    for execution in sorted({result.execution for result in results}):
+        yield f"executed on {execution}: evidence {EVIDENCE[execution]}"
