@@ -34,8 +34,7 @@ def arrange(case: Case, x: Tensor, gamma: Tensor | None, dy: Tensor, device: str
     everywhere = "misaligned" if case.layout == "misaligned" else "dense"
     of_x = case.layout if case.layout in ("sliced_rows", "transposed_heads") else everywhere
     of_dy = {"expanded_dy": "expanded", "sliced_dy": "sliced_rows", "transposed_dy": "transposed_heads"}
-    of_gamma = "every_second" if case.layout == "strided_gamma" else everywhere
-    placed = None if gamma is None else place(gamma.to(device, gamma_dtype), of_gamma)
+    placed = None if gamma is None else place(gamma.to(device, gamma_dtype), everywhere)
     return Inputs(
         place(x.reshape(case.shape).to(device, dtype), of_x),
         placed,

@@ -1,0 +1,110 @@
+"""Gate "declared tolerance": y, dx and dgamma against float64 on at least 72 cases each, within bounds declared before.
+
+One forward and one backward serve all three scopes. The oracle is computed after the implementation has answered, from
+copies made before: an implementation can neither read the oracle's memory nor change what it is judged by.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm_cli import cases
+from rmsnorm_cli.cases import Case
+from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside
+from rmsnorm_cli.gates.hypotheses import explain
+from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.numerics import Comparison, compare, dx_scale
+from rmsnorm_cli.oracle import Oracle
+from rmsnorm_cli.results import CaseResult, Execution, Scope
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.kernels.api import Implementation
+
+NAME = "declared tolerance"
+SCOPES: tuple[Scope, ...] = NUMERIC
+WIDE_ROWS = 3  # rows of the widths that only GPUs are fast at
+MANY_ROWS = 65537  # past the largest y-size of a launch grid
+MANY_ROWS_COLS = (33, 255)  # at 256 columns the teaching kernel's partials would pass 64 MiB
+
+
+def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> list[Case]:
+    """Return the cases inside the implementation's contract: the grid, then each distribution, layout and gamma."""
+    verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
+    distributions = [name for name in cases.DISTRIBUTIONS if name in verify.distributions]
+    asked = cases.grid(verify.rows, verify.cols, verify.dtypes, distributions, eps, seed)
+    if verify.default_grid:
+        wide = cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
+        asked += wide + cases.by_distribution(verify.dtypes, distributions, eps, seed)
+        if execution == "cuda":
+            asked += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
+            asked += cases.grid((MANY_ROWS,), MANY_ROWS_COLS, verify.dtypes, distributions, eps, seed)
+    if "spread" in verify.distributions:
+        asked += cases.by_layout(verify.dtypes, verify.layouts, eps, seed)
+        if "contiguous" in verify.layouts:
+            asked += cases.by_gamma(verify.dtypes, eps, seed)
+    return inside(impl, cases.unique(asked), device_type(execution))
+
+
+def check(
+    impl: "Implementation", case: Case, execution: Execution, device: str, tolerances: Tolerances
+) -> list[CaseResult]:
+    """Return one verdict for each of forward, dx and dgamma (dgamma only where there is a gamma)."""
+    asked = Asked(impl, execution, NAME, case)
+    inputs = cases.tensors(case, device)
+    kept = inputs.pristine()
+    got = answer(impl, inputs, case.eps)
+    want = cases.oracle(kept, case.eps, impl.rounding)
+    results = []
+    for scope in SCOPES if inputs.gamma is not None else SCOPES[:2]:
+        problem = got.problem(scope)
+        if problem is not None:
+            results.append(asked.verdict(scope, problem.status, problem.text, extra=_facts(case)))
+            continue
+        results.append(_judged(asked, scope, _part(got, scope), kept, want, case, tolerances))
+    return results
+
+
+def _rows_by_processors() -> tuple[int, ...]:
+    count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count - 1, count, count + 1
+
+
+def _part(of: Any, scope: Scope) -> Tensor | None:
+    found: Tensor | None = {"forward": of.y, "dx": of.dx, "dgamma": of.dgamma}[scope]
+    return found
+
+
+def _judged(
+    asked: Asked, scope: Scope, got: Tensor | None, inputs: Inputs, want: Oracle, case: Case, tolerances: Tolerances
+) -> CaseResult:
+    if got is None:
+        return asked.verdict(scope, "failed", "autograd returned no gradient", extra=_facts(case))
+    right = _part(want, scope)
+    assert right is not None
+    like = inputs.gamma if scope == "dgamma" and inputs.gamma is not None else inputs.x
+    scale = dx_scale(want.rstd) if scope == "dx" else None
+    # A gradient of fp32 gamma beside a 16-bit x is as exact as fp32 allows: its tolerance is that of its own dtype.
+    tolerance = tolerances[str(like.dtype).removeprefix("torch.")]
+    found = compare(got, right, tolerance, dtype=like.dtype, scale=scale)
+    facts = _facts(case)
+    if found.ok:
+        return asked.verdict(scope, "passed", worst=found.worst, extra=facts)
+    named = explain(scope, got, inputs, case.eps, tolerance, scale) if found.regions else ""
+    facts |= _seen(found) | ({"hypothesis": named} if named else {})
+    return asked.verdict(scope, "failed", found.detail, worst=found.worst, hint=named, extra=facts)
+
+
+def _facts(case: Case) -> dict[str, Any]:
+    return {"M": case.M, "N": case.N, "distribution": case.distribution, "layout": case.layout}
+
+
+def _seen(found: Comparison) -> dict[str, Any]:
+    return {
+        "index": None if found.index is None else list(found.index),
+        "got": found.got,
+        "want": found.want,
+        "ulps": found.ulps,
+        "regions": dict(found.regions),
+    }
