@@ -153,7 +153,7 @@ def _unforeseen(json: bool, command: str, problem: Exception) -> int:
     where = traceback.extract_tb(problem.__traceback__)[-1]
     lines = [
         f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
-        "this is a fault of rmsnorm itself; 'python -X dev -m rmsnorm_cli' with the same words prints where it happened",
+        "this is a fault of rmsnorm itself; python -X dev -m rmsnorm_cli, with the same words, shows where",
     ]
     if sys.flags.dev_mode:
         traceback.print_exc()
