@@ -172,7 +172,9 @@ def check_formulas(judge: Judge, p: Probe, seed: int) -> Iterator[CaseResult]:
     from rmsnorm_cli.kernels import reference
 
     traced = by_autograd(reference.forward)
-    explicit = reference.backward(p.dy, p.x, p.gamma, p.eps)
+    dx, dgamma = reference.backward(p.dy, p.x, p.gamma, p.eps)
+    assert dgamma is not None  # there is a gamma
+    explicit = (dx, dgamma)
     automatic = traced(p.dy, p.x, p.gamma, p.eps)
     scopes: tuple[Scope, Scope] = ("dx", "dgamma")
     rstd = float(reference.statistics(p.x, p.eps).max())
