@@ -4,7 +4,7 @@ In reading order: `models` is the schema, `fields` the kinds of value in it, `lo
 the reading of files and of words, `schema` and `problems` what is said about a wrong key or value.
 """
 
-from rmsnorm_cli.config.load import FLAGS, Settings, load, to_toml
+from rmsnorm_cli.config.load import FLAGS, Settings, load, runs_folder, to_toml
 from rmsnorm_cli.config.models import (
     COMMANDS,
     DEFAULT_IMPL,
@@ -41,5 +41,6 @@ __all__ = [
     "Verify",
     "describe",
     "load",
+    "runs_folder",
     "to_toml",
 ]

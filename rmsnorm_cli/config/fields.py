@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
@@ -9,9 +10,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from rmsnorm_cli.cases import DISTRIBUTIONS, LAYOUTS
+
 IMPLEMENTATIONS = ("reference", "rowwise", "fused", "torch", "compile", "liger", "quack", "fla")
 
-SMALLEST_EPS = 2.0**-126  # the smallest normal fp32; below it eps is zero to a kernel and a zero row divides by zero
+SMALLEST_EPS = 1.18e-38  # just above the smallest normal fp32; below, eps is zero to a kernel and a zero row is 0 / 0
 LARGEST_EPS = 3.4e38  # just under the largest fp32
 LARGEST_SEED = 2**32 - 1
 LARGEST_COUNT = 2**31 - 1
@@ -20,14 +23,6 @@ LARGEST_WIDTH = 2**24
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 TimedDtype = Literal["float32", "float16", "bfloat16"]
 Scope = Literal["forward", "dx", "dgamma", "contract", "properties"]
-Distribution = Literal[
-    "normal", "spread", "tiny", "large", "offset", "zero_rows", "parallel", "aligned", "spike", "exact", "fp16_range",
-    "nonfinite", "stalling",
-]  # fmt: skip
-Layout = Literal[
-    "contiguous", "sliced_rows", "transposed_heads", "misaligned", "expanded_dy", "sliced_dy", "transposed_dy", "1d",
-    "3d", "4d",
-]  # fmt: skip
 Perimeter = Literal["forward", "forward_train", "backward", "forward_backward"]
 Optimizer = Literal["adam", "sgd"]
 
@@ -62,6 +57,25 @@ def _implementation(name: str) -> str:
     raise refusal("no such implementation", nearest=nearest[0] if nearest else "")
 
 
+def _among(names: Collection[str]) -> AfterValidator:
+    """Accept the names of a table that another module keeps."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            nearest = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+            raise refusal("no such name", nearest=nearest[0] if nearest else "")
+        return name
+
+    return AfterValidator(check)
+
+
+def _no_parent(word: str) -> str:
+    """Refuse two dots in a row: a word becomes part of a folder's name."""
+    if ".." in word:
+        raise refusal("two dots in a row")
+    return word
+
+
 def _draw(seed: Any) -> Any:
     """Turn the word random into a fresh seed, so that everything after this holds the integer."""
     return secrets.randbelow(2**31) if seed == "random" else seed
@@ -83,8 +97,9 @@ Text = Annotated[
 ]
 Word = Annotated[
     str,
-    Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"),
-    Says("a word of letters, digits, dots, dashes and underscores, at most 64, that starts with a letter or digit"),
+    Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._+-]*)?$"),
+    AfterValidator(_no_parent),
+    Says("up to 64 letters, digits and . _ + - that begin with a letter or digit and hold no .."),
 ]
 Device = Annotated[
     str, Field(pattern=r"^(auto|interpreter|cuda(:[0-9]{1,3})?)$"), Says("auto, cuda, cuda:N or interpreter")
@@ -94,6 +109,9 @@ Implementation = Annotated[
     AfterValidator(_implementation),
     Says(f"{', '.join(IMPLEMENTATIONS)}, package.module:callable or path/file.py:callable"),
 ]
+
+Distribution = Annotated[str, _among(DISTRIBUTIONS), Says(f"one of {', '.join(DISTRIBUTIONS)}")]
+Layout = Annotated[str, _among(LAYOUTS), Says(f"one of {', '.join(LAYOUTS)}")]
 
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_draw), Says('"random" or an integer')]
 Rows = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
@@ -107,7 +125,7 @@ Shape = Annotated[
     Says(f'rows x cols as "128x257" or [128, 257], cols at most {LARGEST_WIDTH}'),
 ]
 
-Eps = Annotated[float, Field(ge=SMALLEST_EPS, le=LARGEST_EPS), Says("a finite number that fp32 can hold:")]
+Eps = Annotated[float, Field(ge=SMALLEST_EPS, le=LARGEST_EPS), Says("a finite number above 0 that fp32 can hold:")]
 Tightened = Annotated[float, Field(ge=0), Says("a finite number that may only be tightened:")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Rate = Annotated[float, Field(gt=0, le=10)]

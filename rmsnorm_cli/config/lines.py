@@ -15,8 +15,11 @@ from typing import Any
 
 KeyPath = tuple[str, ...]
 
-LARGEST_FILE = 2**20  # bytes; also what keeps /dev/zero from being read for ever
-MOST_FAULTS = 20  # syntax faults of one file, after which the rest is not read
+LARGEST_FILE = 2**18  # bytes; also what keeps /dev/zero from being read for ever
+MOST_FAULTS = 10  # syntax faults of one file, after which the rest is not read
+DEEPEST_KEY = (
+    8  # parts of a key that are told apart; dotted keys of thousands are valid TOML, and ours have four at most
+)
 MOST_TRIES = 300  # closing brackets or quotes that one statement may have before its end is no longer looked for
 
 
@@ -123,7 +126,7 @@ def _paths(data: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
     for key, value in data.items():
         yield (*above, key)
         inner = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else value
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and len(above) < DEEPEST_KEY:
             yield from _paths(inner, (*above, key))
 
 
@@ -144,7 +147,7 @@ def _without_fault(lines: list[str], problem: Exception, faults: list[Fault]) ->
     culprit = reached[-1]  # statements that are right by themselves and contradict one another
     key = culprit.keys[-1]
     earlier = [s.first + 1 for s in reached[:-1] if key in s.keys]
-    name = ".".join(key)
+    name = _short(".".join(key))
     what = f"{name}: given twice, first on line {earlier[0]}" if earlier else f"{name}: {message}"
     faults.append(Fault(culprit.first + 1, f"{what}, expected every key and table once"))
     last = culprit.last
@@ -171,6 +174,11 @@ def _blank(lines: list[str], first: int, last: int) -> list[str]:
     return [*lines[:first], *[""] * (last - first + 1), *lines[last + 1 :]]
 
 
+def printable(text: str) -> str:
+    """Return text as it is where a terminal and a log can show it on one line, else with escapes."""
+    return text if text.isprintable() else text.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
 def _short(text: str) -> str:
-    shown = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
+    shown = printable(text)
     return shown if len(shown) <= 60 else shown[:57] + "..."

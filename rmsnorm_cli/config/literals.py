@@ -5,6 +5,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from rmsnorm_cli.config.schema import item_type, unwrap
 
+DEEPEST = 16
+
 
 def value_of(text: str, annotation: Any) -> Any:
     """Read text as a TOML literal; where the key holds text, as bare words; where it holds a list, with commas.
@@ -21,11 +23,13 @@ def value_of(text: str, annotation: Any) -> Any:
     return text if literal is None else literal
 
 
-def frozen(value: Any) -> Any:
-    """Turn TOML's arrays into tuples, at any depth."""
+def frozen(value: Any, depth: int = 0) -> Any:
+    """Turn TOML's arrays into tuples, to a depth that no key of ours reaches; what lies deeper is refused anyway."""
+    if depth > DEEPEST:
+        return value
     if isinstance(value, dict):
-        return {key: frozen(inner) for key, inner in value.items()}
-    return tuple(frozen(inner) for inner in value) if isinstance(value, (list, tuple)) else value
+        return {key: frozen(inner, depth + 1) for key, inner in value.items()}
+    return tuple(frozen(inner, depth + 1) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
 def _items(text: str, item: Any) -> Any:

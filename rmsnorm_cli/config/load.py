@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import tomli_w
 
-from rmsnorm_cli.config.lines import KeyPath, read_toml
+from rmsnorm_cli.config.lines import KeyPath, printable, read_toml
 from rmsnorm_cli.config.literals import frozen, value_of
 from rmsnorm_cli.config.models import (
     COMMANDS,
@@ -34,6 +34,8 @@ from rmsnorm_cli.config.schema import item_type, place, spell
 from rmsnorm_cli.errors import ConfigError
 
 PREFIX = "RMSNORM_"
+NO_KEYS = ("RMSNORM_TRACEBACK",)  # variables that are no keys: this one shows where an internal error happened
+MOST_PROBLEMS = 100  # of one file; more are counted
 FLAGS = {  # options whose name is not that of their key
     "run.dir": "--runs-dir",
     "verify.dtypes": "--dtype",
@@ -132,6 +134,11 @@ def load(
     return Settings(command, document.operator, document.run, data, getattr(document, command))
 
 
+def runs_folder(option: str | None, environ: Mapping[str, str]) -> Path:
+    """Return the folder of the run directories for a command that has no settings, such as `clean`."""
+    return Path(load("verify", environ=environ, options={"run.dir": option}).run.dir)
+
+
 def to_toml(settings: Settings) -> str:
     """Write settings as TOML that loads to the same settings; keys that are not set are left out."""
     tables: dict[str, Table] = {"operator": settings.operator, "run": settings.run}
@@ -143,7 +150,7 @@ def to_toml(settings: Settings) -> str:
 
 def _from_file(file: Path, problems: list[str]) -> Source:
     """Read a config file; its problems are noted in the order of its lines."""
-    read, name = read_toml(file), str(file)
+    read, name = read_toml(file), printable(str(file))
 
     def where(path: KeyPath) -> str:
         return f"{name}:{read.lines[path]}" if path in read.lines else name
@@ -154,14 +161,17 @@ def _from_file(file: Path, problems: list[str]) -> Source:
         for fault in read.faults
     ]
     found += [(read.lines.get(path, 0), line) for path, line in check(source)]
-    problems += [line for _, line in sorted(found, key=lambda item: item[0])]
+    found.sort(key=lambda item: item[0])
+    problems += [line for _, line in found[:MOST_PROBLEMS]]
+    if len(found) > MOST_PROBLEMS:
+        problems.append(f"{name}: {len(found) - MOST_PROBLEMS} more problems, expected a configuration file")
     return source
 
 
 def _from_environment(environ: Mapping[str, str], problems: list[str]) -> list[Source]:
     """Read RMSNORM_TABLE__KEY variables, in the order of their names."""
     sources = []
-    for name in sorted(name for name in environ if name.startswith(PREFIX)):
+    for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in NO_KEYS):
         path = tuple(name.removeprefix(PREFIX).split("__"))
         known = tuple(key.lower() for key in path) if name.isupper() else path
         sources += _assignment(spell([name]), known, environ[name], problems, write=_variable)

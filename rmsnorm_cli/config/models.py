@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rmsnorm_cli.cases import COLS, DISTRIBUTIONS, LAYOUTS, ROWS
 from rmsnorm_cli.config.fields import (
     Cols,
     Count,
@@ -149,14 +150,12 @@ class Verify(Table):
     """[verify]: which cases each implementation is asked, and how tightly it is judged."""
 
     dtypes: Many[Dtype] = Field(default=("float32", "float16", "bfloat16"), description="dtypes of x")
-    rows: Many[Rows] = Field(default=(1, 17, 67), description="row counts M")
-    cols: Many[Cols] = Field(
-        default=(1, 2, 3, 31, 33, 127, 256, 257, 1000, 1023, 1024, 1025, 4096), description="row widths N"
-    )
+    rows: Many[Rows] = Field(default=ROWS, description="row counts M")
+    cols: Many[Cols] = Field(default=COLS, description="row widths N")
     distributions: Many[Distribution] = Field(
-        default=get_args(Distribution), description="how the values of x, gamma, dy lie"
+        default=tuple(DISTRIBUTIONS), description="how the values of x, gamma and dy lie; shapes take them in turn"
     )
-    layouts: Many[Layout] = Field(default=get_args(Layout), description="how x and dy lie in memory")
+    layouts: Many[Layout] = Field(default=tuple(LAYOUTS), description="how x and dy lie in memory")
     only: Many[Scope] = Field(default=get_args(Scope), description="what is checked")
     repeats: Repeats = Field(default=3, description="runs whose bits are compared for determinism")
     timeout: Seconds = Field(default=120.0, description="seconds that a foreign implementation may take for one check")
@@ -165,7 +164,7 @@ class Verify(Table):
     @property
     def default_grid(self) -> bool:
         """Tell whether rows and cols are the defaults, to which a GPU or a wide implementation adds its own."""
-        return all(getattr(self, key) == Verify.model_fields[key].default for key in ("rows", "cols"))
+        return (self.rows, self.cols) == (ROWS, COLS)
 
 
 class Gradcheck(Table):

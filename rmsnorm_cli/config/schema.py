@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -118,7 +118,9 @@ def _range(constraints: tuple[Any, ...]) -> str:
                 high = f" to {limit}"
             case Lt(lt=limit):
                 high = f" below {limit}"
-    return low + (" and" if low and high and "from" not in low else "") + high
+    if low.startswith(" above") or not low:
+        high = high.replace(" to ", " at most ")
+    return low + (" and" if low.startswith(" above") and high else "") + high
 
 
 def show(value: Any) -> str:
@@ -140,9 +142,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def spell(path: Iterable[str]) -> str:
-    """Write a path as TOML's dotted key."""
-    return ".".join(key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _cut(json.dumps(key)) for key in path)
+def spell(path: Sequence[str]) -> str:
+    """Write a path as TOML's dotted key, cut where it is longer than a line should be."""
+    parts = [_cut(key) if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _cut(json.dumps(key)) for key in path[:8]]
+    return ".".join([*parts, "..."] if len(path) > 8 else parts)
 
 
 def nearest_value(value: Any, annotation: Any) -> str | None:
