@@ -1,4 +1,4 @@
-"""RMSNorm for PyTorch: a readable reference, Triton kernels, and their wiring. Needs torch and triton, nothing above it."""
+"""RMSNorm for PyTorch: a readable reference, Triton kernels and their wiring, on top of torch and triton alone."""
 
 from rmsnorm_cli.kernels.api import (
     BUILT_IN,
@@ -12,7 +12,7 @@ from rmsnorm_cli.kernels.api import (
 )
 from rmsnorm_cli.kernels.autograd import KernelPair, counters, differentiable, reset_counters
 from rmsnorm_cli.kernels.contract import CallSpec, ContractError
-from rmsnorm_cli.kernels.foreign import UnknownImplementation
+from rmsnorm_cli.kernels.lookup import UnknownImplementation
 from rmsnorm_cli.kernels.peers import MissingPackage
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from rmsnorm_cli.kernels.autograd import KernelPair, count, differentiable
 from rmsnorm_cli.kernels.contract import (
     CallSpec,
     ContractError,
-    check_operands,
+    check_call,
     eps_value,
     operand_refusal,
     rowwise_refusal,
 )
-from rmsnorm_cli.kernels.foreign import UnknownImplementation, load_callable
+from rmsnorm_cli.kernels.lookup import UnknownImplementation, load_callable
 from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, native, package_norm
 
 Rounding = Literal["fp32", "llama", "gemma"]
@@ -75,11 +74,9 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
     if ":" in name:
         return Implementation(name, load_callable(name), rounding=rounding)
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UnknownImplementation(
-        f"there is no implementation {name!r}{hint} Known: {', '.join(BUILT_IN)}, "
-        "package.module:callable, path/file.py:callable"
-    )
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    known = ", ".join((*BUILT_IN, "package.module:callable", "path/file.py:callable"))
+    raise UnknownImplementation(f"there is no implementation {name!r}{hint}: known are {known}")
 
 
 ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
@@ -95,21 +92,22 @@ def from_pair(
 
 
 def _reference(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
-    check_operands(x, gamma)
-    y = reference.forward(x, gamma, eps_value(eps))
+    y = reference.forward(x, gamma, check_call(x, gamma, eps))
     count("reference", "forward")
     if y.requires_grad:
-        y.register_hook(lambda _: count("reference", "backward"))
+        y.register_hook(lambda _: count("reference", "backward"))  # type: ignore[no-untyped-call]
     return y
 
 
-@functools.cache
-def _looked_up(name: str) -> Implementation:
-    return implementation(name)
+_looked_up: dict[str, Implementation] = {}
 
 
 def _resolved(impl: str | Implementation) -> Implementation:
-    return impl if isinstance(impl, Implementation) else _looked_up(impl)
+    if isinstance(impl, Implementation):
+        return impl
+    if impl not in _looked_up:
+        _looked_up[impl] = implementation(impl)
+    return _looked_up[impl]
 
 
 def rms_norm(
@@ -127,10 +125,13 @@ def rms_norm(
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` that runs one of our implementations: the same arguments, attributes and `state_dict`.
 
-    The one difference: eps=None means 1e-6, whatever the dtype. Several normalised dimensions are flattened to one.
+    The one difference: eps=None means 1e-6, whatever the dtype. Several normalised dimensions are flattened to one,
+    which is a view of x, or a copy (counted as `copies`) for implementations that read any layout.
     Raises ContractError where x does not end in `normalized_shape`, and what `rms_norm` raises.
     Source: torch.nn.RMSNorm, https://docs.pytorch.org/docs/stable/generated/torch.nn.RMSNorm.html
     """
+
+    eps: float
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class RMSNorm(torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         impl: str | Implementation = DEFAULT,
     ) -> None:
-        _resolved(impl)
+        _resolved(impl)  # an unknown name is refused here, not at the first forward
         eps = DEFAULT_EPS if eps is None else eps_value(eps)
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
@@ -149,14 +150,27 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised x, of x's shape and dtype."""
-        shape = tuple(self.normalized_shape)
-        if tuple(x.shape[-len(shape) :]) != shape:
-            raise ContractError(f"x has shape {tuple(x.shape)}: it must end in the normalised shape, {shape}")
-        if len(shape) == 1:
+        normalised = len(self.normalized_shape)
+        if tuple(x.shape[-normalised:]) != tuple(self.normalized_shape):
+            raise ContractError(f"x has shape {tuple(x.shape)}: it must end in {tuple(self.normalized_shape)}")
+        if normalised == 1:
             return rms_norm(x, self.weight, self.eps, self.impl)
-        rows = x.reshape(*x.shape[: -len(shape)], math.prod(shape))
-        gamma = None if self.weight is None else self.weight.reshape(-1)
-        return rms_norm(rows, gamma, self.eps, self.impl).reshape(x.shape)
+        gamma = None if self.weight is None else self.weight.flatten()
+        return rms_norm(self._rows(x, gamma), gamma, self.eps, self.impl).reshape(x.shape)
+
+    def _rows(self, x: Tensor, gamma: Tensor | None) -> Tensor:
+        """Flatten the normalised dimensions into one; refuse where that is a copy and the contract allows none."""
+        shape = (*x.shape[: -len(self.normalized_shape)], math.prod(self.normalized_shape))
+        try:
+            return x.view(shape)
+        except RuntimeError:  # its strides do not allow a view
+            impl = _resolved(self.impl)
+        spec = CallSpec(shape, x.dtype, None if gamma is None else gamma.dtype, False, self.eps, x.device.type)
+        reason = None if impl.accepts is None else impl.accepts(spec)
+        if reason is not None:
+            raise ContractError(reason)
+        count(impl.name, "copies")
+        return x.reshape(shape)
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between the brackets."""

@@ -26,7 +26,7 @@ def count(name: str, event: str) -> None:
 
 
 def counters() -> dict[str, dict[str, int]]:
-    """Return a copy of the counts since the last reset: {implementation: {event: calls}}; one never called is absent."""
+    """Return the counts since the last reset, {implementation: {event: calls}}; one never called is absent."""
     with _lock:
         return {name: dict(events) for name, events in _counts.items()}
 
@@ -41,17 +41,19 @@ def reset_counters() -> None:
 
 
 class Forward(Protocol):
-    """Launches the forward: refuses (ContractError) before it allocates, returns y and what the backward needs again."""
+    """The launcher of a forward; gamma is a Tensor, or None where the pair can do without."""
 
-    def __call__(self, x: Tensor, gamma: Tensor | None, eps: float, /) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, gamma: Any, eps: float, /) -> tuple[Tensor, Tensor]:
+        """Raise ContractError before anything is allocated, or return y and rstd."""
 
 
 class Backward(Protocol):
-    """Launches the backward: returns dx like x and dgamma like gamma, each None where it is not needed."""
+    """The launcher of a backward."""
 
     def __call__(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, rstd: Tensor, /, *, need_dx: bool, need_dgamma: bool
-    ) -> tuple[Tensor | None, Tensor | None]: ...
+        self, dy: Tensor, x: Tensor, gamma: Any, rstd: Tensor, /, *, need_dx: bool, need_dgamma: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dx like x and dgamma like gamma, each None where it is not needed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
     """Return f(x, gamma, eps) -> y that runs the pair's kernels forward and backward."""
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Dynamo would trace into the launch: break its graph here, and run as without it.
+            untraced: Tensor = torch.compiler.disable(run)(x, gamma, eps)  # type: ignore[no-untyped-call]
+            return untraced
+        return run(x, gamma, eps)
+
+    def run(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if torch._C._are_functorch_transforms_active():
             raise ContractError(
                 f"{pair.name} was called inside a torch.func transform (vmap, grad, jvp, ...): "
@@ -155,15 +164,16 @@ class _Gradient(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # Views stand for the operands: dy may itself depend on x, and that path is not this function's.
-            dy, x, gamma = (None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors)
-            results = reference.backward(dy, x, gamma, ctx.eps)
+            operands = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
+            results = reference.backward(*operands, ctx.eps)  # type: ignore[call-arg,arg-type]  # only gamma may be None
         asked = [(out, grad) for out, grad in zip(results, grad_outputs, strict=True) if grad is not None]
-        wanted = [i for i, tensor in enumerate((dy, x, gamma)) if tensor is not None and ctx.needs_input_grad[i]]
+        wanted = {i: tensor for i, tensor in enumerate(operands) if tensor is not None and ctx.needs_input_grad[i]}
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if asked and wanted:
             outputs, grads = zip(*asked, strict=True)
-            inputs = [(dy, x, gamma)[i] for i in wanted]
-            second = torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
+            second = torch.autograd.grad(
+                outputs, list(wanted.values()), grads, create_graph=create_graph, allow_unused=True
+            )
             for i, gradient in zip(wanted, second, strict=True):
                 found[i] = gradient
         count(pair.name, "double_backward")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,39 +71,15 @@ def eps_value(eps: object) -> float:
     return value
 
 
-def check_operands(x: Tensor, gamma: Tensor | None) -> None:
-    """Refuse what no implementation of ours can mean: the checks that all of them share."""
-    for name, tensor in (("x", x), ("gamma", gamma)):
-        if tensor is None and name == "gamma":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise ContractError(f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise ContractError(f"{name} has layout {tensor.layout}: it must be a dense (strided) tensor")
-        if not tensor.is_floating_point():
-            raise ContractError(f"{name} has dtype {tensor.dtype}: it must be a floating-point tensor")
-    if x.dim() == 0:
-        raise ContractError("x has 0 dimensions: it needs at least 1, the row to normalise")
-    if x.shape[-1] == 0:
-        raise ContractError(f"x has shape {tuple(x.shape)}: a row needs at least 1 column, the mean of none is undefined")
-    if gamma is None:
-        return
-    if tuple(gamma.shape) != (x.shape[-1],):
-        raise ContractError(f"gamma has shape {tuple(gamma.shape)}: it must be ({x.shape[-1]},), the last size of x")
-    if gamma.device != x.device:
-        raise ContractError(f"gamma is on {gamma.device}: it must be on the device of x, {x.device}")
-
-
 def operand_refusal(spec: CallSpec) -> str | None:
-    """Say why every implementation of ours refuses such a call, or return None: what `reference` refuses."""
-    if not spec.x_dtype.is_floating_point:
-        return f"x has dtype {spec.x_dtype}: it must be a floating-point tensor"
-    if spec.gamma_dtype is not None and not spec.gamma_dtype.is_floating_point:
-        return f"gamma has dtype {spec.gamma_dtype}: it must be a floating-point tensor"
+    """Say why every implementation of ours refuses such a call, or return None: all that `reference` refuses."""
+    for name, dtype in (("x", spec.x_dtype), ("gamma", spec.gamma_dtype)):
+        if dtype is not None and not dtype.is_floating_point:
+            return f"{name} has dtype {dtype}: it must be a real floating-point tensor"
     if not spec.shape:
         return "x has 0 dimensions: it needs at least 1, the row to normalise"
     if spec.shape[-1] == 0:
-        return f"x has shape {spec.shape}: a row needs at least 1 column, the mean of none is undefined"
+        return f"x has shape {spec.shape}: a row needs at least 1 column, since the mean of none is undefined"
     if not math.isfinite(spec.eps) or spec.eps <= 0:
         return f"eps is {spec.eps!r}: it must be finite and above 0"
     return None
@@ -122,11 +99,12 @@ def triton_refusal(device_type: str) -> str | None:
 
 def rowwise_refusal(spec: CallSpec) -> str | None:
     """Say why `rowwise` refuses such a call, or return None where it takes it."""
+    reason = operand_refusal(spec)
+    if reason is not None:
+        return reason
     if len(spec.shape) != 2:
-        return f"x has {len(spec.shape)} dimension(s): rowwise takes 2; reshape x to (rows, columns) first"
+        return f"x has shape {spec.shape}: rowwise takes 2 dimensions; reshape x to (rows, columns) first"
     M, N = spec.shape
-    if N == 0:
-        return f"x has shape {spec.shape}: a row needs at least 1 column"
     if spec.x_dtype not in (torch.float32, torch.float16):
         return f"x has dtype {spec.x_dtype}: rowwise takes torch.float32 and torch.float16"
     if spec.gamma_dtype is None:
@@ -149,19 +127,44 @@ def rowwise_refusal(spec: CallSpec) -> str | None:
     return triton_refusal(spec.device_type)
 
 
-def check_rowwise(x: Tensor, gamma: Tensor, eps: object) -> float:
-    """Return eps as a float if `rowwise` takes this call; raise ContractError before anything is allocated."""
-    check_operands(x, gamma)
+def check_call(
+    x: Tensor, gamma: Tensor | None, eps: object, refusal: Callable[[CallSpec], str | None] = operand_refusal
+) -> float:
+    """Return eps as a float if `refusal` has nothing against this call, and gamma fits x; raise ContractError else."""
+    _check_tensor("x", x)
+    if gamma is not None:
+        _check_tensor("gamma", gamma)
+        if x.dim() and tuple(gamma.shape) != (x.shape[-1],):
+            raise ContractError(
+                f"gamma has shape {tuple(gamma.shape)}: it must be ({x.shape[-1]},), the last size of x"
+            )
+        if gamma.device != x.device:
+            raise ContractError(f"gamma is on {gamma.device}: it must be where x is, on {x.device}")
     value = eps_value(eps)
-    reason = rowwise_refusal(CallSpec.of(x, gamma, value))
+    reason = refusal(CallSpec.of(x, gamma, value))
     if reason is not None:
         raise ContractError(reason)
+    return value
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ContractError(f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise ContractError(f"{name} has layout {tensor.layout}: it must be a dense tensor, torch.strided")
+
+
+def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
+    """Return eps as a float if `rowwise` takes this call; raise ContractError before anything is allocated."""
+    value = check_call(x, gamma, eps, rowwise_refusal)
+    assert gamma is not None  # rowwise_refusal saw to it
     if not gamma.is_contiguous():
         raise ContractError(
-            f"gamma has stride {gamma.stride(0)}: rowwise reads it contiguous, stride 1; call gamma.contiguous() first"
+            f"gamma has stride {gamma.stride(0)}: rowwise reads it with stride 1; call gamma.contiguous() first"
         )
-    if x.is_neg() or gamma.is_neg():
-        raise ContractError("x or gamma is a negated view, which memory does not show: call .resolve_neg() first")
+    for name, tensor in (("x", x), ("gamma", gamma)):
+        if tensor.is_neg():  # the sign is a flag on the view, and the kernel sees only its memory
+            raise ContractError(f"{name} is a negative view of a complex tensor: call {name}.resolve_neg() first")
     return value
 
 

@@ -1,69 +1,263 @@
-"""Anyone's f(x, gamma, eps) -> y: found by name, and run in a process of its own that may crash or hang."""
+"""Run an implementation in a process of its own, so that a crash, a hang or an exit is a row and not the end.
 
-import importlib
-import importlib.util
+The parent's side. A request and its answer are one line of JSON each on a pipe of their own (the child's stdout and
+stderr go to a file), the tensors lie in files that are loaded with weights_only=True. `foreign_child.py` is the other
+side. What the process isolates is the arithmetic: that saved tensors notice in-place changes, that a second
+derivative is refused and the like are properties of the wrapper here, not of the implementation.
+"""
+
+import contextlib
+import json
 import os
+import select
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+import time
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rmsnorm_cli.kernels.api import Implementation, Rounding
+from rmsnorm_cli.kernels.contract import ContractError
+from rmsnorm_cli.kernels.lookup import UnknownImplementation
+from rmsnorm_cli.kernels.peers import MissingPackage
+
+START_TIMEOUT = 180.0
+"""Seconds that a fresh process may take to import torch and the implementation."""
+
+OUTPUT_TAIL = 2000
+"""How many of the last characters that a dead process printed are shown."""
 
 
-class UnknownImplementation(ValueError):
-    """No implementation, module, file or callable has the name that was asked for."""
+class ForeignRefused(ContractError):
+    """The implementation raised an exception: it declines this input."""
 
 
-def load_callable(name: str) -> Callable[..., Any]:
-    """Import `package.module:callable` or `path/file.py:callable` and return the callable (a dotted one too).
+class ForeignFailure(RuntimeError):
+    """The implementation gave no answer at all; the next call starts a fresh process."""
 
-    The current folder is put first on sys.path, where a console script does not have it. This runs the module's code
-    in this process. Raises UnknownImplementation for what is not there, is not callable, or fails at import.
+
+class ForeignCrashed(ForeignFailure):
+    """The process ended (a fault, os._exit, sys.exit), or its GPU context was lost (`exit_code` None)."""
+
+    def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
+        self.exit_code = exit_code
+        self.output = output
+        super().__init__(f"{message}; it last printed:\n{output}" if output else message)
+
+
+class ForeignTimeout(ForeignFailure):
+    """The process did not answer in time and was killed."""
+
+
+class ForeignWorker:
+    """A context manager that holds one implementation in a process of its own.
+
+    `name` is any that `implementation()` takes; `device` is made the current GPU of the process; `timeout` is in
+    seconds, for each forward and each backward. Starting raises UnknownImplementation or MissingPackage as
+    `implementation()` does. `implementation` is the one to hand to whatever takes an Implementation; `mutated` names
+    the inputs that the last call wrote to, which is done to the caller's tensors as well, as it would be in-process.
     """
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        raise UnknownImplementation(f"{name!r} is not of the form package.module:callable or path/file.py:callable")
-    found: Any = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UnknownImplementation(f"{name!r}: {where} has no {attribute!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UnknownImplementation(f"{name!r} is a {type(found).__name__}, not something to call")
-    return found  # type: ignore[no-any-return]
+
+    def __init__(self, name: str, device: str = "cpu", timeout: float = 60.0, rounding: Rounding = "fp32") -> None:
+        self.name = name
+        self.device = device
+        self.timeout = timeout
+        self.rounding = rounding
+        self.mutated: tuple[str, ...] = ()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # on CUDA the backward comes from the engine's own thread
+        self._forgotten: list[int] = []  # graphs whose y is gone; told to the child with the next request
+        self._calls = 0
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="rmsnorm-foreign-")
+        try:
+            facts = self._start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self.implementation = Implementation(
+            self.name, self.__call__, triton=facts["triton"], rounding=facts["rounding"]
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def __call__(self, x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+        """Run the forward there; the backward follows through autograd."""
+        if torch.is_grad_enabled() and (x.requires_grad or (gamma is not None and gamma.requires_grad)):
+            y: Tensor = _Remote.apply(x, gamma, eps, self)
+            return y
+        return self.forward(x, gamma, eps, (False, False))[0]
+
+    def forward(
+        self, x: Tensor, gamma: Tensor | None, eps: float, needs: tuple[bool, bool]
+    ) -> tuple[Tensor, "Graph", bool]:
+        """Return y, the handle of the graph kept for its backward, and whether y can be differentiated at all."""
+        self._calls += 1
+        graph = Graph(self, self._calls)
+        inputs = {"x": x.detach(), "gamma": None if gamma is None else gamma.detach()}
+        answer, tensors = self._request({"do": "forward", "graph": graph.id, "eps": float(eps), "needs": needs}, inputs)
+        graph.process = self._process
+        return tensors["y"], graph, answer["differentiable"]
+
+    def backward(
+        self, graph: "Graph", dy: Tensor, x: Tensor, gamma: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dx and dgamma of a forward that ran in the process as it is now; None for what it does not give."""
+        if graph.process is not self._process:
+            raise ForeignCrashed(f"{self.name}: the process that ran this forward has ended")
+        request = {"do": "backward", "graph": graph.id}
+        _, tensors = self._request(request, {"dy": dy.detach()}, {"x": x.detach(), "gamma": gamma})
+        return tensors["dx"], tensors["dgamma"]
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> dict[str, Any]:
+        request_read, self._request_fd = os.pipe()
+        self._answer_fd, answer_write = os.pipe()
+        self._unread = b""
+        arguments = [str(request_read), str(answer_write), self.name, self.device, self.rounding, str(self.timeout)]
+        program = "import sys; from rmsnorm_cli.kernels.foreign_child import serve; serve(sys.argv[1:])"
+        here = str(Path(__file__).parents[2])  # the child may start where this package is not installed
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), here]))
+        self._output = Path(self._folder.name) / "output.txt"
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(request_read, answer_write),
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # so that what it starts ends with it
+            )
+        os.close(request_read)
+        os.close(answer_write)
+        return self._answer(START_TIMEOUT, "start")
+
+    def _kill(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        os.close(self._request_fd)
+        os.close(self._answer_fd)
+
+    def _request(
+        self, request: dict[str, Any], sent: dict[str, Tensor | None], held: dict[str, Tensor | None] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        with self._lock:
+            if self._process is None:
+                self._start()
+            question, reply = (str(Path(self._folder.name) / f"{kind}.pt") for kind in ("question", "reply"))
+            torch.save(sent, question)
+            forget, self._forgotten = self._forgotten, []
+            line = json.dumps(request | {"question": question, "reply": reply, "forget": forget})
+            try:
+                os.write(self._request_fd, line.encode() + b"\n")
+            except BrokenPipeError:
+                self._died(request["do"])
+            answer = self._answer(self.timeout, request["do"])
+            result = torch.load(reply, map_location=self.device, weights_only=True)
+            self.mutated = tuple(result["written"])
+            ours = sent | (held or {})
+            for name, contents in result["written"].items():
+                _overwrite(ours[name], contents)
+            return answer, result
+
+    def _answer(self, timeout: float, doing: str) -> dict[str, Any]:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._unread:
+            if time.monotonic() > deadline:
+                self._kill()
+                raise ForeignTimeout(f"{self.name}: no answer to {doing} within {timeout:g} s, so it was killed")
+            if select.select([self._answer_fd], [], [], 0.1)[0]:
+                piece = os.read(self._answer_fd, 65536)
+                self._unread += piece
+                if not piece:
+                    self._died(doing)
+            elif self._process.poll() is not None and not select.select([self._answer_fd], [], [], 0)[0]:
+                self._died(doing)
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "problem" in answer:
+            self._raise(answer["problem"], answer["text"])
+        return answer
+
+    def _raise(self, problem: str, text: str) -> None:
+        if problem == "refused":
+            raise ForeignRefused(f"{self.name}: {text}")
+        if problem == "wrong":
+            raise ForeignFailure(f"{self.name}: {text}")
+        self._kill()
+        if problem == "unknown":
+            raise UnknownImplementation(text)
+        if problem == "missing":
+            raise MissingPackage(text)
+        raise ForeignCrashed(f"{self.name}: {text}")
+
+    def _died(self, doing: str) -> None:
+        assert self._process is not None
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:  # it closed the pipe and lives on
+            code = 0
+        self._kill()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        output = self._output.read_text(errors="replace").strip()[-OUTPUT_TAIL:]
+        raise ForeignCrashed(f"{self.name}: the process {how} during {doing}", code, output)
 
 
-def _current_folder_first() -> None:
-    folder = os.getcwd()
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
+class Graph:
+    """The handle of a graph that the child keeps for a backward; it is dropped there once nothing here holds it."""
+
+    def __init__(self, worker: ForeignWorker, number: int) -> None:
+        self.id = number
+        self.process: object = None
+        self._forgotten = worker._forgotten
+
+    def __del__(self) -> None:
+        self._forgotten.append(self.id)
 
 
-def _load_module(name: str, module: str) -> ModuleType:
-    _current_folder_first()
-    importlib.invalidate_caches()  # the module may be younger than the listing of its folder
-    try:
-        return importlib.import_module(module)
-    except Exception as problem:
-        raise UnknownImplementation(f"{name!r}: importing {module} failed: {_one_line(problem)}") from problem
+def _overwrite(tensor: Tensor | None, contents: Tensor) -> None:
+    """Do to the caller's memory what the implementation did to its copy, unseen by autograd as a kernel would."""
+    assert tensor is not None
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).copy_(contents)
 
 
-def _load_file(name: str, path: Path) -> ModuleType:
-    _current_folder_first()
-    if not path.is_file():
-        raise UnknownImplementation(f"{name!r}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"rmsnorm_foreign_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UnknownImplementation(f"{name!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and Triton look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as problem:
-        raise UnknownImplementation(f"{name!r}: running {path} failed: {_one_line(problem)}") from problem
-    return module
+class _Remote(torch.autograd.Function):
+    """Forward and backward in the other process."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, eps: float, worker: ForeignWorker) -> Tensor:
+        needs_dx, needs_dgamma = ctx.needs_input_grad[:2]
+        y, ctx.graph, is_differentiable = worker.forward(x, gamma, eps, (needs_dx, needs_dgamma))
+        if not is_differentiable:
+            ctx.mark_non_differentiable(y)
+        ctx.worker = worker
+        ctx.save_for_backward(x, gamma)
+        return y
 
-def _one_line(problem: BaseException) -> str:
-    text = " ".join(str(problem).split())
-    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, gamma = ctx.saved_tensors
+        dx, dgamma = ctx.worker.backward(ctx.graph, dy, x, gamma)
+        return dx, dgamma, None, None

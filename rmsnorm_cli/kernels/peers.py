@@ -102,7 +102,7 @@ def _imported(name: str, package: Package) -> ModuleType:
     try:
         importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise MissingPackage(f"{name} needs the package {package.distribution}, which is not installed: {install}") from None
+        raise MissingPackage(f"{name} needs {package.distribution}, which is not installed: {install}") from None
     try:
         return importlib.import_module(package.module)
     except ImportError as problem:

@@ -48,8 +48,8 @@ def backward(dy: Tensor, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[T
     rstd = statistics(x, eps)  # (..., 1)
     x_hat = x.to(dtype) * rstd  # (..., N)
     u = dy.to(dtype) if gamma is None else dy.to(dtype) * gamma.to(dtype)
-    # rstd³ alone leaves float32's range where dx does not (rows around 1e13, or zeros beside a tiny eps), so each
-    # of its three factors stays with the x or the u that tames it: x · rstd³ · mean(u · x) = rstd · x_hat · mean(u · x_hat).
+    # x · rstd³ · mean(u · x) = rstd · x_hat · mean(u · x_hat). rstd³ alone leaves float32's range where dx does not:
+    # rows around 1e13, or zeros beside a tiny eps.
     dx = rstd * (u - x_hat * (u * x_hat).mean(dim=-1, keepdim=True))
     if gamma is None:
         return dx.to(x.dtype), None

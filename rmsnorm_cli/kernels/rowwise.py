@@ -9,6 +9,8 @@
 M rows, N columns. BLOCK is the next power of two at or above N, because a Triton block must be one: the lanes from N
 on are padding, and every load, store and mean has to leave them out.
 """
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+# (a Triton kernel's arguments are typed by its launch)
 
 import torch
 import triton
@@ -101,7 +103,7 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def column_sum_kernel(partial_ptr, dgamma_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum the partials of BLOCK_N columns over all rows, always in the same order: no atomics, the same bits each run."""
+    """Sum the partials of BLOCK_N columns over all rows, in a fixed order: no atomics, the same bits each run."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
