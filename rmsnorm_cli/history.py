@@ -92,7 +92,7 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
     Raises ConfigError where that is no run directory of this tool, or of a newer version of it.
     """
     for candidate in (Path(name), runs_dir / name):
-        with suppress(OSError, RuntimeError):  # RuntimeError: a loop of links
+        with suppress(OSError, RuntimeError, ValueError):  # a loop of links; a name with a null byte
             info = read_info(candidate.resolve(strict=True))
             if info is not None:
                 if info.facts["schema"] > SCHEMA:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "RunInfo", "find", "list_runs", "open_run", "reopen"]
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 RESERVED_BYTES = 64 * 1024  # in .reserve: room kept for the last words of a run whose disk fills up
 NO_OUTCOME = "the command ended without an outcome"
 
@@ -113,9 +112,8 @@ def open_run(
 ) -> Iterator[Run]:
     """Make a run directory under settings.run.dir and complete it, with status and hashes, when the block ends.
 
-    Raises ConfigError for a name that is no plain word, EnvironmentProblem where the folder cannot be written.
+    Raises EnvironmentProblem where the folder cannot be written.
     """
-    check_name(settings.run.name)
     if rank() > 0:
         with tempfile.TemporaryDirectory(prefix="rmsnorm-rank-") as nowhere:
             yield Run(Path(nowhere), settings, writes=False)
@@ -152,38 +150,40 @@ def reopen(
     info = find(resume, Path(settings.run.dir))
     if info.command != settings.command:
         raise ConfigError(f"--resume {resume}: that run is of {info.command}, not of {settings.command}")
-    recorded = config.load(info.command, file=info.dir / "config.toml", environ={}, sets=[], options={})
+    if info.facts.get("execution") != device.execution:
+        before = info.facts.get("execution")
+        raise ConfigError(f"--resume {resume}: that run executed on {before}, and this device is {device.execution}")
+    recorded = config.load(info.command, file=info.dir / "config.toml")
     run = Run(info.dir, recorded, resumed=True, writes=rank() == 0)
     if not run.writes:
         yield run
         return
     with atomic.explained(info.dir):
-        lock = liveness.hold(info.dir)
-    info = read_info(info.dir) or info  # as it is now that nobody else can change it
-    if lock is None or info.alive:
+        lock = None if info.alive else liveness.hold(info.dir)
+    if lock is None:
         raise ConfigError(f"--resume {resume}: a process is still working in that run; stop it first")
+    facts = (read_info(info.dir) or info).facts  # as they are now that nobody else can change them
+    run._facts = dict(facts)
+    try:
+        run.records()  # a damaged file is refused before anything is changed
+    except BaseException:
+        liveness.release(lock)
+        raise
     with completed(run, lock):
-        for leftover in filter(atomic.is_temporary, info.dir.iterdir()):
-            leftover.unlink(missing_ok=True)
-        run.path("SHA256SUMS").unlink(missing_ok=True)
-        run.keep_records(lambda record: True)
-        earlier = {key: info.facts.get(key) for key in ("argv", "started", "finished", "status", "exit_code")}
-        begin(run, argv, device, environment, sessions=[*info.facts.get("sessions", []), earlier])
-        run.log(f"resumed; the earlier start ended as {info.status}")
+        with atomic.explained(info.dir):
+            for leftover in (*filter(atomic.is_temporary, info.dir.iterdir()), run.path("SHA256SUMS")):
+                leftover.unlink(missing_ok=True)
+        run.keep_records(lambda record: True)  # whole lines only
+        earlier = {key: facts.get(key) for key in ("argv", "started", "finished", "status", "exit_code")}
+        begin(run, argv, device, environment, sessions=[*facts.get("sessions", []), earlier])
+        ended = "was killed" if earlier["status"] == "running" else f"ended as {earlier['status']}"
+        run.log(f"resumed; the earlier start {ended}")
         yield run
 
 
-def check_name(name: str | None) -> None:
-    """Raise ConfigError unless the name can be the end of a folder's name on every file system."""
-    if name and not (NAME.fullmatch(name) and ".." not in name):
-        raise ConfigError(
-            f"run.name: {name!r} cannot be part of a folder's name; expected up to 64 letters, digits and . _ + - "
-            "that begin with a letter or digit and hold no '..'"
-        )
-
-
-def make_directory(runs_dir: Path, command: str, name: str | None) -> Path:
+def make_directory(runs_dir: Path, command: str, name: str) -> Path:
     """Make `runs_dir`/<UTC time>-<command>[-name] that did not exist before; a number tells equal ones apart."""
+    assert "/" not in name, "the configuration lets no such name through"
     stem = "-".join(filter(None, (f"{now():{STAMP}}", command, name)))
     with atomic.explained(runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -209,13 +209,13 @@ def begin(
     """Write what is known before the command works: run.json with status running, config.toml, env.json."""
     from rmsnorm_cli import config
 
-    home = os.path.expanduser("~")
+    home = re.compile(rf"(^|=){re.escape(os.path.expanduser('~'))}(?=/|$)")  # its name is nobody else's business
     run._facts = {
         "schema": SCHEMA,
         "tool": TOOL,
         "version": __version__,
         "command": run.settings.command,
-        "argv": [word.replace(home, "~") if len(home) > 1 else word for word in argv],
+        "argv": [home.sub(r"\1~", word) for word in argv],
         "name": run.settings.run.name,
         "status": "running",
         "exit_code": None,
@@ -264,13 +264,14 @@ def close(run: Run, status: str, exit_code: int, message: str) -> None:
     with interrupts.deferred():
         run._facts |= {"status": status, "exit_code": exit_code, "message": message, "finished": stamp(now())}
         try:
-            run.path(RESERVE).unlink(missing_ok=True)
-            run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
-            atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
-            atomic.write(run.path("SHA256SUMS"), checksums(run.dir))
-        except (OSError, EnvironmentProblem) as error:
+            with atomic.explained(run.dir):
+                run.path(RESERVE).unlink(missing_ok=True)
+                run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
+                atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
+                atomic.write(run.path("SHA256SUMS"), checksums(run.dir))
+        except EnvironmentProblem as problem:
             if exit_code == 0:
-                run._facts |= {"status": "error", "exit_code": EnvironmentProblem.exit_code, "message": str(error)}
+                run._facts |= {"status": "error", "exit_code": problem.exit_code, "message": str(problem)}
             with suppress(EnvironmentProblem):
                 atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
             raise
