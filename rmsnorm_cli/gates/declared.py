@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmsnorm_cli import cases
 from rmsnorm_cli.cases import Case
-from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside
+from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside, part
 from rmsnorm_cli.gates.hypotheses import explain
 from rmsnorm_cli.layouts import Inputs
 from rmsnorm_cli.numerics import Comparison, compare, dx_scale
@@ -62,7 +62,7 @@ def check(
         if problem is not None:
             results.append(asked.verdict(scope, problem.status, problem.text, extra=_facts(case)))
             continue
-        results.append(_judged(asked, scope, _part(got, scope), kept, want, case, tolerances))
+        results.append(_judged(asked, scope, part(got, scope), kept, want, case, tolerances))
     return results
 
 
@@ -71,17 +71,12 @@ def _rows_by_processors() -> tuple[int, ...]:
     return count - 1, count, count + 1
 
 
-def _part(of: Any, scope: Scope) -> Tensor | None:
-    found: Tensor | None = {"forward": of.y, "dx": of.dx, "dgamma": of.dgamma}[scope]
-    return found
-
-
 def _judged(
     asked: Asked, scope: Scope, got: Tensor | None, inputs: Inputs, want: Oracle, case: Case, tolerances: Tolerances
 ) -> CaseResult:
     if got is None:
         return asked.verdict(scope, "failed", "autograd returned no gradient", extra=_facts(case))
-    right = _part(want, scope)
+    right = part(want, scope)
     assert right is not None
     like = inputs.gamma if scope == "dgamma" and inputs.gamma is not None else inputs.x
     scale = dx_scale(want.rstd) if scope == "dx" else None

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from rmsnorm_cli.cases import Case
 from rmsnorm_cli.errors import RmsnormError
 from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.oracle import Oracle
 from rmsnorm_cli.results import CaseResult, Execution, Scope, Status
 from rmsnorm_cli.tolerances import Tolerance
 
@@ -95,15 +96,22 @@ class Answer:
     dgamma: Tensor | None = None
     forward_problem: Problem | None = None
     backward_problem: Problem | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def problem(self, scope: Scope) -> Problem | None:
         """Return what keeps a scope from being judged."""
         return self.forward_problem or (None if scope == "forward" else self.backward_problem)
 
 
-def answer(impl: "Implementation", inputs: Inputs, eps: float) -> Answer:
-    """Run forward and backward once on leaves that share memory with `inputs`, and wait for the device."""
+def part(of: Answer | Oracle, scope: Scope) -> Tensor | None:
+    """Return what a scope is about: y, dx or dgamma of an answer or of the oracle."""
+    return {"forward": of.y, "dx": of.dx, "dgamma": of.dgamma}[scope]
+
+
+def answer(impl: "Implementation", inputs: Inputs, eps: float, between: Callable[[], object] | None = None) -> Answer:
+    """Run forward and backward once on leaves that share memory with `inputs`, and wait for the device.
+
+    `between` is called after the forward, when a backward follows.
+    """
     x = inputs.x.detach().requires_grad_()
     gamma = None if inputs.gamma is None else inputs.gamma.detach().requires_grad_()
     leaves = [x] if gamma is None else [x, gamma]
@@ -117,6 +125,8 @@ def answer(impl: "Implementation", inputs: Inputs, eps: float) -> Answer:
     if y.shape != inputs.dy.shape or y.dtype != inputs.dy.dtype or y.device != inputs.dy.device:
         text = f"no backward was asked: y is {tuple(y.shape)} {y.dtype} on {y.device}, which dy does not match"
         return Answer(y.detach(), backward_problem=Problem("failed", text))
+    if between is not None:
+        between()
     grads, problem = attempt(impl, lambda: torch.autograd.grad(y, leaves, inputs.dy, allow_unused=True), x)
     if problem is not None:
         return Answer(y.detach(), backward_problem=problem)
