@@ -15,7 +15,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2)):
-            if item.get_closest_marker(marker) is not None and GPUS < needed:
+            if item.get_closest_marker(marker) is not None and needed > GPUS:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), this machine has {GPUS}"))
 
 

@@ -32,7 +32,9 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     float64 arithmetic for a float64 x, else float32, rounded once at the end.
     """
     dtype = arithmetic_dtype(x)
-    y = x.to(dtype) * statistics(x, eps)
+    # x is converted once: autograd rounds a gradient to x's dtype at each conversion, and adds up what it rounded.
+    wide = x.to(dtype)
+    y = wide * statistics(wide, eps)
     if gamma is not None:
         y = y * gamma.to(dtype)
     return y.to(x.dtype)
@@ -45,14 +47,15 @@ def backward(dy: Tensor, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[T
     Written with differentiable operations: autograd through it gives the second derivative.
     """
     dtype = arithmetic_dtype(x)
-    rstd = statistics(x, eps)  # (..., 1)
-    x_hat = x.to(dtype) * rstd  # (..., N)
-    u = dy.to(dtype) if gamma is None else dy.to(dtype) * gamma.to(dtype)
+    wide, wide_dy = x.to(dtype), dy.to(dtype)
+    rstd = statistics(wide, eps)  # (..., 1)
+    x_hat = wide * rstd  # (..., N)
+    u = wide_dy if gamma is None else wide_dy * gamma.to(dtype)
     # x · rstd³ · mean(u · x) = rstd · x_hat · mean(u · x_hat). rstd³ alone leaves float32's range where dx does not:
     # rows around 1e13, or zeros beside a tiny eps.
     dx = rstd * (u - x_hat * (u * x_hat).mean(dim=-1, keepdim=True))
     if gamma is None:
         return dx.to(x.dtype), None
-    contributions = dy.to(dtype) * x_hat  # (..., N), what each row adds
+    contributions = wide_dy * x_hat  # (..., N), what each row adds
     dgamma = contributions.reshape(-1, x.shape[-1]).sum(dim=0)  # (N,)
     return dx.to(x.dtype), dgamma.to(gamma.dtype)
