@@ -88,7 +88,7 @@ def clean(
 
 def duration(text: str) -> float:
     """Return the seconds of 30m, 12h or 7d."""
-    found = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
+    found = re.fullmatch(r"([0-9]{1,6})([mhd])", text.strip())
     if not found:
         raise ConfigError(f"--older-than: {text!r} is no duration; expected a whole number and m, h or d, such as 7d")
     return float(found[1]) * SECONDS[found[2]]
