@@ -20,6 +20,7 @@ MOST_FAULTS = 10  # syntax faults of one file, after which the rest is not read
 DEEPEST_KEY = (
     8  # parts of a key that are told apart; dotted keys of thousands are valid TOML, and ours have four at most
 )
+MOST_DOTS = 200  # on a line; a reader's time grows with the square of a dotted key's parts
 MOST_TRIES = 300  # closing brackets or quotes that one statement may have before its end is no longer looked for
 
 
@@ -77,6 +78,9 @@ def read_toml(path: Path) -> TomlFile:
 def parse(text: str) -> TomlFile:
     """Parse TOML text, going on behind faulty statements."""
     lines = text.replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+            return TomlFile(faults=(Fault(number, f"more than {MOST_DOTS} dots, expected keys of a few parts"),))
     faults: list[Fault] = []
     while len(faults) < MOST_FAULTS:
         try:
@@ -85,7 +89,9 @@ def parse(text: str) -> TomlFile:
             lines = _without_fault(lines, problem, faults)
         else:
             return TomlFile(data, _key_lines(lines), tuple(faults))
-    return TomlFile(faults=(*faults, Fault(faults[-1].line, "too many faults, the rest is not read")))
+    return TomlFile(
+        faults=(*faults, Fault(faults[-1].line, "too many faults, expected a TOML file; the rest is not read"))
+    )
 
 
 def _unreadable(text: str) -> TomlFile:
@@ -136,12 +142,15 @@ def _without_fault(lines: list[str], problem: Exception, faults: list[Fault]) ->
     statements, broken = _statements(lines)
     if broken is not None:  # a statement that is not TOML by itself
         opener = lines[broken].strip()
-        if line is None or line == broken:
-            faults.append(Fault(broken + 1, f"not valid TOML: {message}, in: {_short(opener)}"))
+        spans = any(mark in opener for mark in ("[", '"""', "'''"))  # what alone lets a value go on on the next line
+        if line is None or line == broken or not spans:
+            wrong = f"{message}, in: {_short(opener)}, expected key = value with text in quotes"
+            faults.append(Fault(broken + 1, f"not valid TOML: {wrong}"))
             return _blank(lines, broken, broken)
-        faults.append(
-            Fault(broken + 1, f"not valid TOML: {message} on line {line + 1}, in what begins: {_short(opener)}")
+        wrong = (
+            f"{message} on line {line + 1}, in what begins: {_short(opener)}, expected its closing bracket or quotes"
         )
+        faults.append(Fault(broken + 1, f"not valid TOML: {wrong}"))
         return lines[:broken]
     reached = [s for s in statements if s.keys and (line is None or s.first <= line)]
     culprit = reached[-1]  # statements that are right by themselves and contradict one another

@@ -4,6 +4,7 @@ Every source is validated by itself, so that a wrong value is told even where a 
 the sources are merged, weakest first, and the result is validated as a whole.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,6 @@ from rmsnorm_cli.errors import ConfigError
 
 PREFIX = "RMSNORM_"
 NO_KEYS = ("RMSNORM_TRACEBACK",)  # variables that are no keys: this one shows where an internal error happened
-MOST_PROBLEMS = 100  # of one file; more are counted
 FLAGS = {  # options whose name is not that of their key
     "run.dir": "--runs-dir",
     "verify.dtypes": "--dtype",
@@ -160,11 +160,8 @@ def _from_file(file: Path, problems: list[str]) -> Source:
         (fault.line, f"{name}:{fault.line}: {fault.text}" if fault.line else f"{name}: {fault.text}")
         for fault in read.faults
     ]
-    found += [(read.lines.get(path, 0), line) for path, line in check(source)]
-    found.sort(key=lambda item: item[0])
-    problems += [line for _, line in found[:MOST_PROBLEMS]]
-    if len(found) > MOST_PROBLEMS:
-        problems.append(f"{name}: {len(found) - MOST_PROBLEMS} more problems, expected a configuration file")
+    found += [(read.lines.get(path, sys.maxsize), line) for path, line in check(source)]
+    problems += [line for _, line in sorted(found, key=lambda item: item[0])]
     return source
 
 

@@ -12,6 +12,8 @@ from rmsnorm_cli.config.lines import KeyPath
 from rmsnorm_cli.config.models import Document
 from rmsnorm_cli.config.schema import expected, item_type, nearest_keys, nearest_value, place, show, spell
 
+MOST_PROBLEMS = 100  # of one source that are told; more are counted
+
 
 @dataclass(frozen=True)
 class Source:
@@ -28,19 +30,26 @@ class Source:
 
     def line(self, path: KeyPath, item: int | None, wrong: str, wanted: str, nearest: str = "") -> str:
         """Put the parts of a problem on one line."""
-        subject = [] if path == self.names else [spell(path)]
+        subject = [] if path in (self.names, ()) else [spell(path)]
         subject += [] if item is None else [f"item {item + 1}"]
         text = ": ".join([self.where(path), *([" ".join(subject)] if subject else []), wrong])
         return f"{text}, expected {wanted}{nearest}"
 
 
 def check(source: Source) -> list[tuple[KeyPath, str]]:
-    """Validate what one source says, by itself, and return a key and a line for each problem."""
+    """Validate what one source says, by itself, and return a key and a line for each problem.
+
+    Beyond MOST_PROBLEMS they are counted, in a last line whose key is empty.
+    """
     try:
         Document.model_validate(source.data)
-    except ValidationError as errors:
-        found = [_problem(source, error) for error in errors.errors(include_url=False) if not _echo(error)]
-        return list(dict.fromkeys(found))
+    except ValidationError as invalid:
+        errors = [error for error in invalid.errors(include_url=False) if not _echo(error)]
+        found = list(dict.fromkeys(_problem(source, error) for error in errors[:MOST_PROBLEMS]))
+        if len(errors) > MOST_PROBLEMS:
+            more = f"{len(errors) - MOST_PROBLEMS} more problems"
+            found.append(((), source.line((), None, more, "a configuration of rmsnorm")))
+        return found
     return []
 
 
@@ -48,11 +57,12 @@ def unknown(source: Source, path: KeyPath, *, table: bool = False) -> str:
     """Say that a key or table does not exist, and which was probably meant."""
     above, choices = path[:-1], nearest_keys(path)
     kind = "table" if table else "key"
-    wrong = f"unknown {kind} in [{spell(above)}]" if above else f"unknown {kind}"
+    inside = bool(above) and place(above) is not None
+    wrong = f"unknown {kind} in [{spell(above)}]" if inside else f"unknown {kind}"
     if len(choices) > 1:
         return source.line(path, None, wrong, "one of " + ", ".join(source.write(choice) for choice in choices))
     (nearest,) = choices
-    wanted = f"one of the keys of [{spell(above)}]" if above else "one of the tables and their keys"
+    wanted = f"one of the keys of [{spell(above)}]" if inside else "one of the tables and their keys"
     if nearest[:-1] != above and nearest[-1] == path[-1].replace("-", "_"):
         wrong, wanted = f"{kind} in the wrong place", f"it in [{spell(nearest[:-1])}]"
     return source.line(path, None, wrong, wanted, f"; nearest valid key: {source.write(nearest)}")

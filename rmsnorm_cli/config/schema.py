@@ -157,22 +157,18 @@ def nearest_value(value: Any, annotation: Any) -> str | None:
 
 
 def nearest_keys(path: KeyPath) -> list[KeyPath]:
-    """Return the valid keys that an unknown one was probably meant to be: one, or all of its table as a last resort."""
-    above, name = path[:-1], path[-1].replace("-", "_").lower()
-    name = OTHER_WORDS.get(name, name)
+    """Return the valid keys that an unknown one was probably meant to be: one; as a last resort all of its table."""
+    above, name = path[:-1], path[-1].replace("-", "_").lower()[:100]
     table = place(above)
     siblings = [(*above, key) for key in table.annotation.model_fields] if table and is_table(table.annotation) else []
     everywhere = [key for key, _ in keys()]
-    for choice in (*siblings, *everywhere):  # the same name here, else in another table
-        if choice[-1] == name:
-            return [choice]
-    for choices, cutoff in ((siblings, 0.6), (everywhere, 0.75)):
-        names = [choice[-1] for choice in choices] + (list(OTHER_WORDS) if choices is siblings else [])
-        for close in get_close_matches(name, names, n=3, cutoff=cutoff):
-            found = [choice for choice in choices if choice[-1] == OTHER_WORDS.get(close, close)]
-            if found:
-                return found[:1]
-    return siblings
+    for choices, cutoff in ((siblings, 1.0), (siblings, 0.85), (everywhere, 1.0), (siblings, 0.6), (everywhere, 0.75)):
+        names = {choice[-1]: choice for choice in reversed(choices)}
+        names |= {word: names[ours] for word, ours in OTHER_WORDS.items() if ours in names}
+        close = get_close_matches(name, names, n=1, cutoff=cutoff)
+        if close:
+            return [names[close[0]]]
+    return siblings or [(key,) for key in Document.model_fields]
 
 
 class Key(NamedTuple):

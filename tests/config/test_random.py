@@ -1,0 +1,123 @@
+"""Random documents, texts and variables: whatever is asked, the answer is settings or a ConfigError of clear lines."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rmsnorm_cli.config import COMMANDS, Settings, describe, load, to_toml
+from rmsnorm_cli.config.lines import parse
+from rmsnorm_cli.errors import ConfigError
+
+KEYS = sorted({key.key for command in COMMANDS for key in describe(command)})
+PARTS = sorted({part for key in KEYS for part in key.split(".")})
+
+names = st.sampled_from(PARTS) | st.text(max_size=6)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.dates()
+    | st.datetimes()
+    | st.times()
+    | st.sampled_from(["rowwise", "float32", "dx", "128x257", "a.py:f", "auto", "random"])
+).filter(lambda value: value is not None)
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+documents = st.dictionaries(names, values | st.dictionaries(names, values, max_size=4), max_size=6)
+words = st.text(st.characters(exclude_characters="\0"), max_size=12) | st.sampled_from(
+    ["1", "-1", "1e-3", "true", "[1, 2]", "{a = 1}", "nan", "random", "cuda:0", "3x4", "float32,dx"]
+)
+
+
+def outcome(command: str, tmp: Path, **layers: Any) -> list[str]:
+    """Return the problems; where there are none, check that the settings write and load to themselves."""
+    try:
+        found = load(command, **layers)
+    except ConfigError as invalid:
+        problems = invalid.problems
+    else:
+        return _reloads(command, found, tmp)
+    assert problems
+    for line in problems:
+        assert ", expected " in line
+        assert "\n" not in line
+        assert len(line) < 2000
+    return problems
+
+
+def _reloads(command: str, found: Settings, tmp: Path) -> list[str]:
+    file = tmp / "resolved.toml"
+    file.write_text(to_toml(found), encoding="utf-8")
+    assert load(command, file=file) == found
+    return []
+
+
+@given(command=st.sampled_from(COMMANDS), data=documents)
+@settings(max_examples=200, deadline=None)
+def test_random_documents_are_settings_or_a_configuration_error(
+    command: str, data: dict[str, Any], tmp_path_factory: Any
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "random.toml"
+    file.write_bytes(tomli_w.dumps(data).encode("utf-8", "surrogatepass"))
+    for line in outcome(command, file.parent, file=file):
+        assert line.startswith(f"{file}:")
+        number = line.removeprefix(f"{file}:").partition(":")[0]
+        assert 1 <= int(number) <= len(file.read_bytes().split(b"\n"))
+
+
+@given(raw=st.binary(max_size=60) | st.text("ab.=[]{}'\"\n#1 ,é", max_size=60).map(lambda text: text.encode()))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_settings_or_a_configuration_error(raw: bytes, tmp_path_factory: Any) -> None:
+    file = tmp_path_factory.getbasetemp() / "bytes.toml"
+    file.write_bytes(raw)
+    outcome("verify", file.parent, file=file)
+
+
+@given(key=st.sampled_from(KEYS) | st.lists(names, max_size=4).map(".".join), text=words)
+@settings(max_examples=300, deadline=None)
+def test_random_sets_variables_and_options_are_settings_or_a_configuration_error(
+    key: str, text: str, tmp_path_factory: Any
+) -> None:
+    base = tmp_path_factory.getbasetemp()
+    command = next((name for name in COMMANDS if key.startswith(f"{name}.")), "train")
+    outcome(command, base, sets=[f"{key}={text}"])
+    outcome(command, base, sets=[text])
+    outcome(command, base, environ={"RMSNORM_" + key.replace(".", "__").upper(): text, f"RMSNORM_{text}": text})
+    if key in KEYS:
+        for value in (text, [text], [text, 1], True, 3, math.nan):
+            outcome(command, base, options={key: value})
+
+
+@given(data=documents)
+@example(data={"a": {"b": {"c": [{"d": 1}]}}})
+@settings(max_examples=200, deadline=None)
+def test_every_key_of_a_random_document_has_the_first_line_at_which_it_can_be_read(data: dict[str, Any]) -> None:
+    """The line of a key is the one after the last prefix of the file that parses and does not hold the key yet."""
+    text = tomli_w.dumps(data)
+    read = parse(text)
+    assert repr(read.data) == repr(tomllib.loads(text))
+    if read.faults:
+        return
+    lines = text.split("\n")
+    held: list[tuple[int, Any]] = []
+    for count in range(len(lines) + 1):
+        try:
+            held.append((count, tomllib.loads("\n".join(lines[:count]))))
+        except tomllib.TOMLDecodeError:
+            continue  # a value is still open
+    for path, line in read.lines.items():
+        first = next(index for index, (_, prefix) in enumerate(held) if _holds(prefix, path))
+        assert line == held[first - 1][0] + 1
+
+
+def _holds(data: Any, path: tuple[str, ...]) -> bool:
+    if isinstance(data, list) and path:
+        return any(_holds(item, path) for item in data)
+    return not path or (isinstance(data, dict) and path[0] in data and _holds(data[path[0]], path[1:]))
