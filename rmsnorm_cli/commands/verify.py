@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import tolerances
-from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall
+from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall, strict_json
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
@@ -30,6 +30,7 @@ EVIDENCE = {
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Judge every implementation of settings.run.impl; raises VerifierUntrusted if a control is misjudged."""
     from rmsnorm_cli import gates
+    from rmsnorm_cli.gates import controls
 
     in_force = {dtype: settings.verify.tolerances.of(dtype) for dtype in tolerances.DECLARED}
     run.write("declared/tolerances.json", tolerances.canonical_json(in_force) + "\n")
@@ -38,29 +39,32 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     results: list[CaseResult] = []
     with ExitStack() as stack:
         judged = [held(name, settings, device, stack) for name in settings.run.impl]
-        controls = gates.controls.verify(device, in_force)
-        run.log(controls)
+        examined = controls.examine(device.execution, device.torch_device, in_force)
+        run.write("controls.json", strict_json([result.record() for result in examined]) + "\n")
+        trust = (
+            f"{len(examined)} of {len(examined)} controls, right and wrong on purpose, were judged as they should be"
+        )
+        run.log(trust)
         for impl in judged:
             for result in ask(impl, settings, console, device, in_force):
                 run.record(result.record())
                 results.append(result)
     counts = count(results)
-    diagnoses = {
-        impl: text for impl in settings.run.impl if (text := gates.diagnose([r for r in results if r.impl == impl]))
-    }
+    diagnoses = {impl.name: gates.diagnose([r for r in results if r.impl == impl.name]) for impl in judged}
+    scopes = gates.scopes(results)
     return Outcome(
         status=overall(counts),
         execution=device.execution,
         counts=counts,
         summary={
-            "scopes": gates.scopes(results),
+            "scopes": scopes,
             "tolerances_sha256": digest,
             "tolerances": "declared" if digest == tolerances.DECLARED_SHA256 else "tightened",
-            "controls": controls,
+            "controls": [result.case for result in examined],
             "diagnoses": diagnoses,
         },
-        tables=(verdicts(gates.scopes(results)), *failures(results)),
-        notes=tuple(notes(results, diagnoses, controls, digest)),
+        tables=(verdicts(scopes), *failures(results)),
+        notes=tuple(notes(results, diagnoses, trust, digest)),
         results=tuple(results),
     )
 
@@ -96,7 +100,7 @@ def ask(
 
     execution = executes_on(impl, device)
     only = set(settings.verify.only)
-    planned = [(gate, gate.plan(settings, impl, execution)) for gate in gates.GATES if only & set(gate.SCOPES)]
+    planned = [(gate, gate.plan(settings, impl, execution)) for gate in gates.selected(only)]
     seen = []
     with console.progress(f"{impl.name} ({execution})", sum(len(questions) for _, questions in planned)) as progress:
         for gate, questions in planned:
@@ -116,7 +120,7 @@ def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for entry in scopes:
         others = [f"{entry[key]} {key}" for key in ("refused", "skipped", "inconclusive", "error") if entry[key]]
-        worst = entry["worst"]
+        worst = entry["worst"] or {"value": None, "case": ""}
         rows.append(
             (
                 f"{entry['impl']} ({entry['execution']})",
@@ -127,7 +131,7 @@ def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:
                 str(entry["passed"]),
                 str(entry["failed"]),
                 ", ".join(others),
-                "" if not worst else f"{worst['value']:.2g}  {worst['case']}",
+                " ".join(filter(None, ("" if worst["value"] is None else f"{worst['value']:.2g}", worst["case"]))),
             )
         )
     columns = (
@@ -163,12 +167,11 @@ def failures(results: Sequence[CaseResult]) -> tuple[Table, ...]:
     return (Table("what did not pass", ("impl", "scope", "gate", "status", "case", "seen"), tuple(rows), caption),)
 
 
-def notes(results: Sequence[CaseResult], diagnoses: dict[str, str], controls: str, digest: str) -> Iterator[str]:
+def notes(results: Sequence[CaseResult], diagnoses: dict[str, str], trust: str, digest: str) -> Iterator[str]:
     """Yield the diagnosis, what the run rests on, and what its results are evidence of."""
     for impl, text in diagnoses.items():
-        yield f"{impl}: the pattern points to:"
-        yield from (f"  {line}" for line in text.splitlines())
-    yield controls
+        yield from (f"{impl}: {line}" for line in text.splitlines())
+    yield trust
     yield f"tolerances sha256 {digest[:16]}, written before the first comparison"
     for execution in sorted({result.execution for result in results}):
         yield f"executed on {execution}: evidence {EVIDENCE[execution]}"
