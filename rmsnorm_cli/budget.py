@@ -31,10 +31,11 @@ class Budget:
 
 
 def budget(inputs: Inputs, want: Oracle, rounding: str = "fp32") -> Budget:
-    """Return the bounds for inputs of any dtype; the llama convention rounds once more, inside."""
+    """Return the bounds for inputs of any dtype; the llama convention rounds x̂ and gamma·dy as well."""
     dtype = inputs.x.dtype
     inner = 2.0**-53 if dtype == torch.float64 else U32
-    once = unit_roundoff(dtype) * (2 if rounding == "llama" else 1)
+    once = unit_roundoff(dtype)
+    inside = once if rounding == "llama" else 0.0
     floor = smallest(dtype) / 2
     x, dy = inputs.x.double(), inputs.dy.double()
     gamma = torch.ones_like(x[..., :1]) if inputs.gamma is None else inputs.gamma.double()
@@ -42,14 +43,14 @@ def budget(inputs: Inputs, want: Oracle, rounding: str = "fp32") -> Budget:
         gamma = 1 + gamma
     xhat, u = (x * want.rstd).abs(), (gamma * dy).abs()
     second = xhat * (u * xhat).mean(-1, keepdim=True)
-    y = (once + KAPPA_Y * inner) * want.y.abs() + floor
-    dx = once * want.dx.abs() + KAPPA_DX * inner * want.rstd * (u + second) + floor
+    y = (once + inside + KAPPA_Y * inner) * want.y.abs() + floor
+    dx = once * want.dx.abs() + (inside + KAPPA_DX * inner) * want.rstd * (u + second) + floor
     if want.dgamma is None or inputs.gamma is None:
         return Budget(y, dx, None)
     own = inputs.gamma.dtype
     products = (dy.abs() * xhat).reshape(-1, x.shape[-1]).sum(0)
-    share = KAPPA_DGAMMA * inner + (unit_roundoff(dtype) if rounding == "llama" else 0)
-    return Budget(y, dx, unit_roundoff(own) * want.dgamma.abs() + share * products + smallest(own) / 2)
+    dgamma = unit_roundoff(own) * want.dgamma.abs() + (inside + KAPPA_DGAMMA * inner) * products + smallest(own) / 2
+    return Budget(y, dx, dgamma)
 
 
 def smallest(dtype: torch.dtype) -> float:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.budget import Budget
+from rmsnorm_cli.budget import KAPPA_DX, U32, Budget, smallest
 from rmsnorm_cli.gates.gate import Answer, Problem, answer
 from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import dx_scale
+from rmsnorm_cli.numerics import dx_scale, unit_roundoff
 from rmsnorm_cli.oracle import Oracle
 
 if TYPE_CHECKING:
@@ -197,8 +197,7 @@ def _rows_add_up(base: Base) -> list[Claim]:
     rest = Inputs(base.inputs.x[1:], base.gamma, base.inputs.dy[1:])
     parts = [complete(answer(base.impl, part.pristine(), base.eps)).dgamma.double() for part in (top, rest)]
     assert base.bounds.dgamma is not None
-    unit = torch.finfo(base.gamma.dtype).eps / 2
-    stores = unit * (parts[0].abs() + parts[1].abs())  # each part was rounded on its own
+    stores = unit_roundoff(base.gamma.dtype) * (parts[0].abs() + parts[1].abs())  # each part was rounded on its own
     whole = base.got.dgamma.double()
     return [
         Claim("dgamma of all rows is the sum over blocks", parts[0] + parts[1], whole, 2 * base.bounds.dgamma + stores)
@@ -228,7 +227,8 @@ def _zero_row(base: Base) -> list[Claim]:
     top = Inputs(x[:1], base.gamma, base.inputs.dy[:1])
     alone = complete(answer(base.impl, top.pristine(), base.eps))
     right = (base.gamma.double() * base.inputs.dy[0].double()) * base.eps**-0.5
-    bound = right.abs() * (torch.finfo(x.dtype).eps / 2 + 16 * 2.0**-24) + torch.finfo(x.dtype).tiny
+    roundings = 2 if base.impl.rounding == "llama" else 1  # llama rounds gamma·dy too
+    bound = right.abs() * (roundings * unit_roundoff(x.dtype) + KAPPA_DX * U32) + smallest(x.dtype)
     return [
         Claim("y of a zero row is 0", without.y[0], torch.zeros_like(without.y[0])),
         Claim("dx of a zero row is gamma·dy/√eps", without.dx[0].double(), right, bound),
