@@ -103,7 +103,8 @@ def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(values.abs())  # |value| = mantissa · 2^exponent, mantissa in [½, 1)
     step = torch.ldexp(torch.full_like(values, info.eps), exponent - 1)
-    return step.clamp(min=info.tiny * info.eps)
+    smallest = info.tiny * info.eps  # between subnormals, and on either side of zero (whose exponent says nothing)
+    return torch.where(values == 0, smallest, step.clamp(min=smallest))
 
 
 def dx_scale(rstd: Tensor) -> Tensor:
