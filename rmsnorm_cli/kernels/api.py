@@ -1,12 +1,10 @@
 """The library: `rms_norm`, `RMSNorm`, and the look-up of an implementation by its name."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,10 +20,9 @@ from rmsnorm_cli.kernels.contract import (
     rowwise_refusal,
 )
 from rmsnorm_cli.kernels.lookup import UnknownImplementation, load_callable
-from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, native, package_norm
+from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, Rounding, native, package_norm
 
-Rounding = Literal["fp32", "llama", "gemma"]
-ROUNDINGS: tuple[Rounding, ...] = ("fp32", "llama", "gemma")
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 DEFAULT = "rowwise"
 DEFAULT_EPS = 1e-6
 BUILT_IN: tuple[str, ...] = ("reference", "rowwise", "torch", "compile", *PACKAGES)
@@ -37,7 +34,8 @@ class Implementation:
 
     `call` is f(x, gamma, eps) -> y and works with autograd. `triton` ones need CUDA or the interpreter. `accepts` says
     why a call lies outside the contract, or None where it lies inside; without `accepts` the only way is to try.
-    `rounding` is where the implementation rounds, for the oracle. `ours` are held to bitwise determinism,
+    `rounding` is where the implementation rounds, for the oracle: `fp32` once, at the end; `llama` x · rstd to x's
+    dtype, then times gamma; `gemma` times 1 + gamma, in fp32. `ours` are held to bitwise determinism,
     `deterministic` ones promise it.
     """
 
@@ -54,23 +52,22 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
     """Find an implementation: one of BUILT_IN, `package.module:callable` or `path/file.py:callable`.
 
     Raises UnknownImplementation for a name or callable that is not there, and MissingPackage, with the install line,
-    for another project's that is not installed. A foreign callable is imported into this process and called in it;
-    `foreign.isolated` runs it in one of its own.
+    for another project's that is not installed. `rounding` is where a foreign callable rounds; that of the others is
+    known. A foreign callable is imported into this process and called in it; `foreign.ForeignWorker` gives it its own.
     """
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}: it must be one of {', '.join(ROUNDINGS)}")
     if name == "reference":
-        return Implementation(
-            name, _reference, accepts=operand_refusal, rounding=rounding, ours=True, deterministic=True
-        )
+        return Implementation(name, _reference, accepts=operand_refusal, ours=True, deterministic=True)
     if name == "rowwise":
-        return from_pair(ROWWISE, rowwise_refusal, rounding)
+        return from_pair(ROWWISE, rowwise_refusal)
     if name == "torch":
-        return Implementation(name, native, rounding=rounding)
+        return Implementation(name, native)
     if name == "compile":
-        return Implementation(name, Compiled(), rounding=rounding)
+        return Implementation(name, Compiled())
     if name in PACKAGES:
-        return Implementation(name, package_norm(name), triton=PACKAGES[name].triton, rounding=rounding)
+        package = PACKAGES[name]
+        return Implementation(name, package_norm(name), triton=package.triton, rounding=package.rounding)
     if ":" in name:
         return Implementation(name, load_callable(name), rounding=rounding)
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -82,13 +79,9 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
 ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
 
 
-def from_pair(
-    pair: KernelPair, accepts: Callable[[CallSpec], str | None], rounding: Rounding = "fp32"
-) -> Implementation:
+def from_pair(pair: KernelPair, accepts: Callable[[CallSpec], str | None]) -> Implementation:
     """Return the Implementation of a pair of our own Triton kernels (or of a changed copy of one)."""
-    return Implementation(
-        pair.name, differentiable(pair), triton=True, accepts=accepts, rounding=rounding, ours=True, deterministic=True
-    )
+    return Implementation(pair.name, differentiable(pair), triton=True, accepts=accepts, ours=True, deterministic=True)
 
 
 def _reference(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:

@@ -22,12 +22,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rmsnorm_cli.kernels.api import Implementation, Rounding
+from rmsnorm_cli.kernels.api import Implementation
 from rmsnorm_cli.kernels.contract import ContractError
 from rmsnorm_cli.kernels.lookup import UnknownImplementation
-from rmsnorm_cli.kernels.peers import MissingPackage
+from rmsnorm_cli.kernels.peers import MissingPackage, Rounding
 
 START_TIMEOUT = 180.0
 """Seconds that a fresh process may take to import torch and the implementation."""
@@ -166,7 +165,7 @@ class ForeignWorker:
                 self._start()
             question, reply = (str(Path(self._folder.name) / f"{kind}.pt") for kind in ("question", "reply"))
             torch.save(sent, question)
-            forget, self._forgotten = self._forgotten, []
+            forget = [self._forgotten.pop() for _ in range(len(self._forgotten))]
             line = json.dumps(request | {"question": question, "reply": reply, "forget": forget})
             try:
                 os.write(self._request_fd, line.encode() + b"\n")
@@ -256,8 +255,12 @@ class _Remote(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():  # a result without a graph would silently leave the second derivative out
+            raise ForeignRefused(
+                f"{ctx.worker.name}: no second derivative (create_graph=True) from a process of its own"
+            )
+        (dy,) = grad_outputs
         x, gamma = ctx.saved_tensors
         dx, dgamma = ctx.worker.backward(ctx.graph, dy, x, gamma)
         return dx, dgamma, None, None

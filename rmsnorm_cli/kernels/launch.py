@@ -1,6 +1,8 @@
 """Where a Triton launch happens: on the GPU that holds the tensors, or in the interpreter without NumPy's warnings."""
 
 import contextlib
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,8 +16,15 @@ def launching(x: Tensor) -> contextlib.AbstractContextManager[object]:
     Triton launches on the current GPU, wherever the pointers point. Its interpreter computes with NumPy, which
     warns where a GPU does not: an fp16 overflow is reported by the numbers, not by a warning.
     """
-    if INTERPRETED:
-        import numpy
+    return _interpreting() if INTERPRETED else torch.cuda.device(x.device)
 
-        return numpy.errstate(all="ignore")
-    return torch.cuda.device(x.device)
+
+_one_at_a_time = threading.RLock()  # the interpreter replaces triton.language's functions while a kernel runs
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    import numpy
+
+    with _one_at_a_time, numpy.errstate(all="ignore"):
+        yield

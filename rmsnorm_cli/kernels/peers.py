@@ -5,7 +5,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from rmsnorm_cli.kernels import reference
 
 Norm = Callable[[Tensor, Tensor | None, float], Tensor]
+Rounding = Literal["fp32", "llama", "gemma"]
 
 
 class MissingPackage(ImportError):
@@ -26,10 +27,10 @@ def native(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
 
 
 class Compiled:
-    """`torch.compile` of the reference, in one full graph, compiled afresh for every shape and dtype.
+    """`torch.compile` of the reference, in one full graph, compiled afresh for every shape, layout and dtype.
 
-    Dynamo is reset, for the whole process, when shape, dtype, device or eps change: otherwise it counts recompiles and
-    at its limit runs the function eagerly, under the name of the compiled one. With fullgraph=True that limit raises.
+    Dynamo is reset, for the whole process, when one of them changes: it counts recompiles, and at its limit it would
+    run the function eagerly under the name of the compiled one. With fullgraph=True it raises there instead.
     """
 
     def __init__(self) -> None:
@@ -37,12 +38,19 @@ class Compiled:
         self._key: tuple[object, ...] | None = None
 
     def __call__(self, x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
-        """Run the compiled reference; torch._dynamo.exc.FailOnRecompileLimitHit instead of a fall-back to eager."""
-        key = (x.shape, x.dtype, x.device, None if gamma is None else gamma.dtype, eps)
+        """Run the compiled reference; raise RuntimeError rather than fall back to eager."""
+        layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (x, gamma) if t is not None]
+        key = (*layouts, eps)
         if key != self._key:
             torch._dynamo.reset()
             self._key = key
-        return self._compiled(x, gamma, eps)
+        try:
+            return self._compiled(x, gamma, eps)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as problem:
+            raise RuntimeError(
+                f"compile: the recompile limit ({torch._dynamo.config.recompile_limit}) was reached for x of shape "
+                f"{tuple(x.shape)}; PyTorch would run it eagerly from here on, which is not what was asked for"
+            ) from problem
 
 
 @dataclass(frozen=True)
@@ -53,35 +61,35 @@ class Package:
     version: str
     module: str
     function: str
-    triton: bool
     call: Callable[[Any, Tensor, Tensor | None, float], Tensor]
+    triton: bool = True
+    rounding: Rounding = "fp32"
 
 
 PACKAGES = {
-    # Liger's defaults, which are what its users get: x_hat rounded to x's dtype before gamma (pass --rounding llama
-    # for its 16-bit results), and dx written over dy (`in_place=True`).
+    # Liger's defaults, which are what its users get: x_hat rounded to x's dtype before it meets gamma
+    # (casting_mode="llama"), and dx written over dy (in_place=True).
     "liger": Package(
         "liger-kernel",
         "0.8.5",
         "liger_kernel.transformers.functional",
         "liger_rms_norm",
-        True,
         lambda function, x, gamma, eps: function(x, gamma, eps),
+        rounding="llama",
     ),
     "quack": Package(
         "quack-kernels",
         "0.6.5",
         "quack",
         "rmsnorm",
-        False,
         lambda function, x, gamma, eps: function(x, gamma, eps=eps),
+        triton=False,  # CuTe, which has no interpreter
     ),
     "fla": Package(
         "fla-core",
         "0.6.0",
         "fla.modules.layernorm",
         "rms_norm",
-        True,
         lambda function, x, gamma, eps: function(x, gamma, None, eps=eps),
     ),
 }

@@ -225,9 +225,9 @@ def ptx(kernel, numbers, pointers, **constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 texts = [
-    ptx(r.forward_kernel, {"N": "i32", "eps": "fp32"}, "*fp16", BLOCK=512),
-    ptx(r.backward_kernel, {"N": "i32"}, "*fp16", BLOCK=512, NEED_DX=True, NEED_DGAMMA=True),
-    ptx(r.column_sum_kernel, {"M": "i32", "N": "i32"}, "*fp16", BLOCK_M=64, BLOCK_N=64),
+    ptx(r.forward_kernel, {"N": "i32", "eps": "fp32"}, "*fp16", BLOCK=64),
+    ptx(r.backward_kernel, {"N": "i32"}, "*fp16", BLOCK=64, NEED_DX=True, NEED_DGAMMA=True),
+    ptx(r.column_sum_kernel, {"M": "i32", "N": "i32"}, "*fp16", BLOCK_M=16, BLOCK_N=16),
 ]
 print(all(".visible .entry" in text for text in texts), any(re.search(r"\\b(atom|red)\\.", text) for text in texts))
 """
