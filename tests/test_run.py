@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rmsnorm_cli import atomic, config, history, liveness, run
+from rmsnorm_cli import atomic, config, history, interrupts, liveness, run
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted
 from rmsnorm_cli.results import Outcome
@@ -436,8 +436,12 @@ def test_a_killed_run_can_be_resumed(tmp_path):
     """After SIGKILL the status is still running, but its process is gone: that is what resuming is for."""
     script = START + "import os\nwith run.open_run(settings, [], device, {}) as made: os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    with open(only(tmp_path) / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 1}\n{"step": 2, "lo')
     with resumed(tmp_path) as again:
+        again.record({"step": 2})
         again.finish(PASSED)
+    assert again.records() == [{"step": 1}, {"step": 2}]
     assert "the earlier start was killed" in (again.dir / "log.txt").read_text()
     assert not hidden(again.dir)
 
@@ -448,6 +452,9 @@ def test_resuming_a_live_run_is_refused(tmp_path):
             pytest.fail("two writers")
         assert facts(made.dir)["status"] == "running"
         made.finish(PASSED)
+    change(made.dir, status="running", process=liveness.identity())  # as on a file system that has no locks
+    with pytest.raises(ConfigError, match="still working"), resumed(tmp_path):
+        pytest.fail("two writers")
 
 
 @pytest.mark.parametrize(
@@ -556,6 +563,32 @@ def test_ranks_other_than_the_first_leave_no_trace(tmp_path, monkeypatch):
         again.record({"step": 2})
         assert again.resumed
     assert sorted((path.name, path.stat().st_mtime_ns) for path in directory.iterdir()) == before
+
+
+def test_hashes_leave_out_drafts_and_follow_no_link(tmp_path):
+    """A draft of a killed process and a link are no part of what a run vouches for."""
+    with opened(tmp_path / "runs") as made:
+        (made.checkpoints / f".step-1.pt.1{atomic.TEMPORARY}").write_text("half")
+        (tmp_path / "outside").write_text("x")
+        made.path("link").symlink_to(tmp_path / "outside")
+        made.finish(PASSED)
+    assert not [name for name in (made.dir / "SHA256SUMS").read_text().split() if "step-1" in name or "link" in name]
+
+
+def test_a_second_signal_does_not_wait():
+    """The first signal waits for the end of the block, the second one ends it at once."""
+    reached = []
+
+    def insistent() -> None:
+        with interrupts.deferred() as waiting:
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(list(waiting))
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append([])
+
+    with pytest.raises(Interrupted) as stop:
+        insistent()
+    assert (stop.value.exit_code, reached) == (143, [[signal.SIGINT]])
 
 
 def test_a_signal_during_the_last_writes_waits_for_them(tmp_path, monkeypatch):
