@@ -1,0 +1,181 @@
+"""The GPU's clocks on programs of known cost: controls, an independent measurement, planted slowness, hidden work.
+
+These run on a GPU alone; what they claim of statistics is proved on simulated clocks beside them.
+"""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from rmsnorm_cli.timing import STARVED, Entry, Plan, control, judge, paired_ratio, run_session
+
+pytestmark = pytest.mark.gpu
+
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def clock():
+    from rmsnorm_cli.timing.cuda import CudaClock
+
+    return CudaClock("cuda:0")
+
+
+@pytest.fixture
+def active(clock):
+    with clock.active():
+        yield clock
+
+
+def doubled(source, target):
+    """Return a program that reads `source` and writes `target`."""
+    return lambda: (torch.mul(source, 2, out=target),)
+
+
+def graph_of(clock, megabytes, rows=1.0):
+    """Return a graph that streams `megabytes` of fp32, times `rows`, through rotating buffers from a cold cache."""
+    from rmsnorm_cli.timing.cuda import captured
+
+    count = int(megabytes * MEGABYTE * rows) // 4
+    sets = clock.sets_in_rotation(8 * count)
+    pairs = [(torch.randn(count, device=clock.device), torch.empty(count, device=clock.device)) for _ in range(sets)]
+    bodies = [doubled(*pair) for pair in pairs]
+    for body in bodies:
+        body()
+    return captured(clock, lambda turns: [bodies[i % sets] for i in range(turns)], sets)
+
+
+def ratio_of(clock, subject, baseline, measure=lambda program: program.measure):
+    """Time two programs in one session and return subject / baseline."""
+    rng = np.random.default_rng(0)
+    entries = [Entry("subject", measure(subject)), Entry("baseline", measure(baseline))]
+    session = run_session(entries, Plan(extensions=0), rng, clock.canaries())
+    assert not session.failures
+    return paired_ratio(session.by_block("subject"), session.by_block("baseline"), rng), session
+
+
+@pytest.mark.parametrize("megabytes", [0.125, 4, 64])
+def test_one_program_entered_twice_as_graphs_is_equal_to_itself_within_one_percent(active, megabytes):
+    ratio, session = ratio_of(active, graph_of(active, megabytes), graph_of(active, megabytes))
+    assert control(ratio).held, ratio
+    assert session.flagged("subject", STARVED) == 0
+
+
+def test_one_program_entered_twice_as_whole_calls_is_equal_to_itself_within_one_percent(active):
+    source, target = torch.randn(2, 16 * MEGABYTE, device=active.device)
+    program = doubled(source, target)
+    ratio, _ = ratio_of(active, program, program, lambda call: lambda: active.calls(call, 20))
+    assert control(ratio).held, ratio
+
+
+@pytest.mark.parametrize("megabytes", [32, 128])
+def test_graph_time_agrees_with_tritons_own_benchmark_within_three_percent(active, megabytes):
+    from triton.testing import do_bench_cudagraph
+
+    count = megabytes * MEGABYTE // 4
+    source, target = torch.randn(count, device=active.device), torch.empty(count, device=active.device)
+    graph = graph_of(active, megabytes)
+    ours = float(np.median([graph.measure().seconds for _ in range(30)]))
+    theirs = do_bench_cudagraph(doubled(source, target), return_mode="median") / 1e3
+    assert ours == pytest.approx(theirs, rel=0.03)
+
+
+def test_a_planted_slowdown_of_two_percent_is_detected_with_its_size(active):
+    """Two percent more bytes, from a cold cache: slower, and 1.02 within half a percent."""
+    ratio, _ = ratio_of(active, graph_of(active, 128, rows=1.02), graph_of(active, 128))
+    assert judge(ratio).word == "slower", ratio
+    assert ratio.estimate == pytest.approx(1.02, abs=0.005)
+
+
+def test_a_replay_must_write_what_was_poisoned(active):
+    """A graph whose work is there overwrites NaN; where a captured call leaves memory unwritten, NaN stays."""
+    from rmsnorm_cli.timing.cuda import GraphReplay
+
+    source = torch.randn(MEGABYTE, device=active.device)
+    working = GraphReplay(active, [lambda: (source * 2,)], 1)
+    skipping = GraphReplay(active, [lambda: (torch.empty_like(source),)], 1)
+    for graph in (working, skipping):
+        graph.poison(0)
+        graph.measure()
+    assert torch.equal(working.outputs[0][0], source * 2)
+    assert bool(skipping.outputs[0][0].isnan().all())
+
+
+def test_work_on_another_stream_is_found_and_work_that_is_joined_is_not(active):
+    other = torch.cuda.Stream()
+    source, target = torch.randn(2, 32 * MEGABYTE, device=active.device)
+
+    def hiding():
+        with torch.cuda.stream(other):
+            torch.mul(source, 2, out=target)
+
+    def joining():
+        other.wait_stream(torch.cuda.current_stream())
+        hiding()
+        torch.cuda.current_stream().wait_stream(other)
+
+    def honest():
+        torch.mul(source, 2, out=target)
+
+    for program in (hiding, joining, honest):
+        program()
+    assert active.hidden_work(honest, 20) is None
+    assert active.hidden_work(joining, 20) is None
+    found = active.hidden_work(hiding, 20)
+    assert found is not None
+    assert found > 1e-4, "20 copies of 256 MB in all take at least a millisecond"
+
+
+def test_a_host_slower_than_the_first_spin_is_waited_for_and_costs_the_gpu_time_nothing(active):
+    source, target = torch.randn(2, 16 * MEGABYTE, device=active.device)
+    program = doubled(source, target)
+    swift = active.queued(program, 1)
+
+    def sluggish():
+        time.sleep(1e-3)
+        program()
+
+    slow = active.queued(sluggish, 1)
+    assert not slow.flags
+    assert slow.seconds == pytest.approx(swift.seconds, rel=0.2)
+
+
+def test_a_sample_that_no_spin_can_cover_is_flagged_starved(active):
+    def endless():
+        time.sleep(0.3)
+
+    assert active.queued(endless, 1).flags == (STARVED,)
+
+
+def test_host_time_is_the_hosts_alone(active):
+    """A call that sleeps 1 ms and launches a long kernel costs the host 1 ms, whatever the GPU has to do."""
+    source, target = torch.randn(2, 64 * MEGABYTE, device=active.device)
+
+    def call():
+        time.sleep(1e-3)
+        torch.mul(source, 2, out=target)
+
+    reading = active.host(call, 20, at_least=0.03)
+    assert 1e-3 <= reading.seconds < 1.5e-3
+
+
+def test_the_clock_reports_what_it_costs_by_itself(active):
+    assert 0 <= active.overheads.empty_interval < 2e-5
+    assert 0 <= active.overheads.empty_wait < 1e-3
+
+
+def test_cold_rotation_holds_three_times_the_cache(active):
+    assert active.l2_bytes > MEGABYTE
+    sets = active.sets_in_rotation(MEGABYTE)
+    assert sets * MEGABYTE >= 3 * active.l2_bytes > (sets - 1) * MEGABYTE
+    assert active.sets_in_rotation(10 * active.l2_bytes) == 1
+
+
+def test_peak_memory_counts_what_a_call_allocates_at_once(active):
+    from rmsnorm_cli.timing.cuda import peak_bytes
+
+    source = torch.randn(MEGABYTE, device=active.device)
+    assert peak_bytes(lambda: source * 2, active.device) == 4 * MEGABYTE
+    assert peak_bytes(lambda: (source * 2) + 1, active.device) == 8 * MEGABYTE
