@@ -158,7 +158,9 @@ class Verify(Table):
     layouts: Many[Layout] = Field(default=tuple(LAYOUTS), description="how x and dy lie in memory")
     only: Many[Scope] = Field(default=get_args(Scope), description="what is checked")
     repeats: Repeats = Field(default=3, description="runs whose bits are compared for determinism")
-    timeout: Seconds = Field(default=120.0, description="seconds that a foreign implementation may take for one check")
+    timeout: Seconds = Field(
+        default=120.0, description="seconds a foreign implementation may take for one question before it is killed"
+    )
     tolerances: Tolerances = Tolerances()
 
     @property
@@ -177,7 +179,6 @@ class Gradcheck(Table):
     rtol: Tightened = Field(le=1e-5, default=1e-5, description="relative tolerance; may only be tightened")
     second: bool = Field(default=True, description="check second derivatives too")
     opcheck: bool = Field(default=True, description="check how the operators are registered with PyTorch")
-    timeout: Seconds = Field(default=120.0, description="seconds that a foreign implementation may take for one check")
 
 
 class Lr(Table):

@@ -15,6 +15,7 @@ BROKEN = {
     "key of another table": ("[run]\nsteps = 3\n", "2: run.steps: key in the wrong place", "in [train]"),
     "key outside a table": ("eps = 1e-5\n", "1: eps: key in the wrong place", "key: operator.eps"),
     "hyphen for underscore": ("[train]\ncheckpoint-every = 5\n", "2: train.checkpoint-every: unk", "checkpoint_every"),
+    "hyphen in another table": ("[run]\nfail-if-slower-than = 1\n", "2: run.fail-if-slower-than: key", "in [bench]"),
     "unknown table": ("\n[verfy]\nrows = [1]\n", "2: verfy: unknown table", "nearest valid key: verify"),
     "unknown subtable": ("[verify.tolerances.float8]\natol = 0\n", "1: verify.tolerances.float8: unk", "float"),
     "table of another command": ("[bench]\nsamples = 0\n", "2: bench.samples: got 0", "from 2 to 100000"),
@@ -149,6 +150,15 @@ def test_problems_of_every_layer_come_in_one_error(tmp_path: Path) -> None:
         '--dtype: item 1: got "float3"',
         '--runs-dir: got ""',
     ]
+
+
+def test_a_key_near_to_nothing_is_answered_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"^--set qq\.zz: unknown key, expected one of operator, run, data, verify"):
+        load("train", sets=["qq.zz=1"])
+
+
+def test_a_batch_may_be_the_whole_training_partition() -> None:
+    assert load("train", sets=["data.train=32"]).train.batch == 32
 
 
 def test_the_nearest_key_is_spelt_as_its_layer_spells_keys() -> None:
