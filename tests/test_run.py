@@ -591,6 +591,17 @@ def test_a_second_signal_does_not_wait():
     assert (stop.value.exit_code, reached) == (143, [[signal.SIGINT]])
 
 
+def test_an_ignored_signal_stays_ignored():
+    """A job started with SIGINT ignored (nohup, the background of a shell) is not stopped by it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.deferred() as waiting:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert waiting == []
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_during_the_last_writes_waits_for_them(tmp_path, monkeypatch):
     """SIGTERM while the hashes are written: the directory is completed first, then the process ends with 143."""
     real = run.checksums
