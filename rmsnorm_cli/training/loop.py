@@ -154,16 +154,21 @@ class Training:
         self.optimizer.step()
         self.step += 1
         watched = self.step % train.validate_every == 0
-        row = [loss, self.error("validation") if watched else math.nan, math.hypot(*norms), *norms]
+        row = [loss, self.validation_error() if watched else math.nan, math.hypot(*norms), *norms]
         self.history.append(row)
         return dict(zip(COLUMNS, row, strict=True))
 
-    def error(self, partition: str) -> float:
-        """Return the mean squared error on a partition, with this phase's norm and no perturbation."""
+    def validation_error(self) -> float:
+        """Return the mean squared error on the validation partition, read through the reference whatever was learnt."""
+        network = Network(self.network.state_dict(), self.ground.reference, self.ground.eps, device=self.ground.device)
+        return mean_squared_error(network, self.ground.data["validation"])
+
+    def test_error(self) -> float:
+        """Return the mean squared error on the test partition through the phase's own norm, without perturbation."""
         norm = self.fitting(self.ground.norm(self.phase))
         network = Network(self.network.state_dict(), norm, self.ground.eps, device=self.ground.device)
         with self.blamed():
-            return mean_squared_error(network, self.ground.data[partition])
+            return mean_squared_error(network, self.ground.data["test"])
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

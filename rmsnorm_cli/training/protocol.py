@@ -12,6 +12,7 @@ import torch
 from rmsnorm_cli import checkpoint
 from rmsnorm_cli.checkpoint import CheckpointError
 from rmsnorm_cli.errors import Interrupted
+from rmsnorm_cli.kernels import Implementation
 from rmsnorm_cli.network import Network, Partition, mean_squared_error
 from rmsnorm_cli.results import strict_json
 from rmsnorm_cli.training import plan, stop
@@ -105,9 +106,9 @@ class Protocol:
 
     def errors(self, training: Training) -> dict[str, float]:
         """Return a finished phase's mean squared errors, and the test error in float64 that an audit reproduces."""
-        own = {name: training.error(name) for name in ("validation", "test")}
-        exact = test_error64(values(training.network), self.ground.data["test"], self.ground)
-        return own | {"test_float64": exact}
+        ground = self.ground
+        exact = test_error64(values(training.network), ground.data["test"], ground.reference, ground.eps)
+        return {"validation": training.validation_error(), "test": training.test_error(), "test_float64": exact}
 
     def save(self) -> None:
         """Write the checkpoint of all steps so far, after the records that belong to them are on the disk."""
@@ -174,9 +175,11 @@ def record(phase: Phase, step: int, row: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def test_error64(values: Mapping[str, torch.Tensor], examples: Partition, ground: Ground) -> float:
-    """Return the test error of these weights through the reference in float64 on the CPU, wherever they were learnt."""
-    network = Network(values, ground.reference, ground.eps, dtype=torch.float64)
+def test_error64(
+    state: Mapping[str, torch.Tensor], examples: Partition, reference: Implementation, eps: float
+) -> float:
+    """Return the error of these weights through the reference in float64 on the CPU, wherever they were learnt."""
+    network = Network(state, reference, eps, dtype=torch.float64)
     return mean_squared_error(network, examples.to("cpu", torch.float64))
 
 
