@@ -140,12 +140,32 @@ def runs_folder(option: str | None, environ: Mapping[str, str]) -> Path:
 
 
 def to_toml(settings: Settings) -> str:
-    """Write settings as TOML that loads to the same settings; keys that are not set are left out."""
+    """Write settings as TOML that loads to the same settings; a key that is not set is told in a comment."""
     tables: dict[str, Table] = {"operator": settings.operator, "run": settings.run}
     if settings.command in USES_DATA:
         tables["data"] = settings.data
     tables[settings.command] = settings.table
-    return tomli_w.dumps({name: table.model_dump(exclude_none=True) for name, table in tables.items()})
+    parts = []
+    for name, table in tables.items():
+        parts.append(_arrays_on_one_line(tomli_w.dumps({name: table.model_dump(exclude_none=True)})))
+        for key, info in type(table).model_fields.items():
+            if getattr(table, key) is None:
+                parts[-1] += f"# {key} is not set: {info.description}\n"
+    return "\n".join(parts)
+
+
+def _arrays_on_one_line(text: str) -> str:
+    """Join the arrays that the writer spreads over lines; no value of ours holds a line break."""
+    lines: list[str] = []
+    depth = 0
+    for line in text.split("\n"):
+        token = line.strip().removesuffix(",")
+        if depth == 0:
+            lines.append(line)
+        else:
+            lines[-1] += token if token == "]" or lines[-1].endswith("[") else f", {token}"
+        depth += token.endswith("[") - (depth > 0 and token == "]")
+    return "\n".join(lines)
 
 
 def _from_file(file: Path, problems: list[str]) -> Source:

@@ -145,6 +145,18 @@ def test_the_resolved_configuration_loads_to_the_same_settings(command: str, set
     assert settings.run.name == ("n.1" if sets else "")
 
 
+def test_the_resolved_configuration_is_written_for_people_to_read() -> None:
+    """Arrays are on one line each, whatever brackets and commas their texts hold; what is not set is said."""
+    sets = ["bench.shapes=3x4,5x6", 'run.impl=["a[.py:f", "b],.py:g"]', "bench.compare=x[", "run.dir=]"]
+    lines = to_toml(load("bench", sets=sets)).split("\n")
+    assert "shapes = [[3, 4], [5, 6]]" in lines
+    assert 'impl = ["a[.py:f", "b],.py:g"]' in lines
+    assert 'compare = "x["' in lines
+    assert 'dir = "]"' in lines
+    assert "# fail_if_slower_than is not set: fail where a kernel is slower than this one" in lines
+    assert "predict = []" in to_toml(load("exercise")).split("\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_hold_the_table_of_their_command_and_no_other(command: str) -> None:
     settings = load(command)

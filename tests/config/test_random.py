@@ -60,7 +60,7 @@ def _reloads(command: str, found: Settings, tmp: Path) -> list[str]:
 
 
 @given(command=st.sampled_from(COMMANDS), data=documents)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_random_documents_are_settings_or_a_configuration_error(
     command: str, data: dict[str, Any], tmp_path_factory: Any
 ) -> None:
@@ -73,7 +73,7 @@ def test_random_documents_are_settings_or_a_configuration_error(
 
 
 @given(raw=st.binary(max_size=60) | st.text("ab.=[]{}'\"\n#1 ,é", max_size=60).map(lambda text: text.encode()))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_random_bytes_are_settings_or_a_configuration_error(raw: bytes, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "bytes.toml"
     file.write_bytes(raw)
@@ -81,7 +81,7 @@ def test_random_bytes_are_settings_or_a_configuration_error(raw: bytes, tmp_path
 
 
 @given(key=st.sampled_from(KEYS) | st.lists(names, max_size=4).map(".".join), text=words)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_random_sets_variables_and_options_are_settings_or_a_configuration_error(
     key: str, text: str, tmp_path_factory: Any
 ) -> None:
@@ -97,7 +97,7 @@ def test_random_sets_variables_and_options_are_settings_or_a_configuration_error
 
 @given(data=documents)
 @example(data={"a": {"b": {"c": [{"d": 1}]}}})
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_key_of_a_random_document_has_the_first_line_at_which_it_can_be_read(data: dict[str, Any]) -> None:
     """The line of a key is the one after the last prefix of the file that parses and does not hold the key yet."""
     text = tomli_w.dumps(data)
