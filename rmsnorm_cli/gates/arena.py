@@ -100,8 +100,8 @@ class Arena(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         if not tensors:
             return func(*args, **kwargs)
         key = torch._C.DispatchKey.CUDA if tensors[0].is_cuda else torch._C.DispatchKey.CPU
-        with self:
-            return func._op_dk(key, *args, **kwargs)
+        with self:  # by its key: an ordinary call would come back here, for ever
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 def _can_be_fenced(made: Any) -> bool:

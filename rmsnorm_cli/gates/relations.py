@@ -72,6 +72,11 @@ class Base:
         return self.inputs.gamma
 
     @property
+    def weight(self) -> Tensor:
+        """Return what x̂ is multiplied by, in float64: gamma, or 1 + gamma in the gemma convention."""
+        return self.gamma.double() + (1 if self.impl.rounding == "gemma" else 0)
+
+    @property
     def scale(self) -> Tensor:
         """Return what dx is divided by where it is judged by a tolerance."""
         return dx_scale(self.want.rstd)
@@ -226,7 +231,7 @@ def _zero_row(base: Base) -> list[Claim]:
     without = base.run(x=x)
     top = Inputs(x[:1], base.gamma, base.inputs.dy[:1])
     alone = complete(answer(base.impl, top.pristine(), base.eps))
-    right = (base.gamma.double() * base.inputs.dy[0].double()) * base.eps**-0.5
+    right = base.weight * base.inputs.dy[0].double() * base.eps**-0.5
     roundings = 2 if base.impl.rounding == "llama" else 1  # llama rounds gamma·dy too
     bound = right.abs() * (roundings * unit_roundoff(x.dtype) + KAPPA_DX * U32) + smallest(x.dtype)
     return [
