@@ -71,8 +71,7 @@ def aside(command: str, given: Mapping[str, Any], *, runs_dir: str | None, json:
     from rmsnorm_cli import config
 
     console = Console(json=json)
-    common = config.load("verify", file=None, environ=os.environ, sets=[], options={"run.dir": runs_dir})
-    folder = Path(common.run.dir)
+    folder = config.runs_folder(runs_dir, os.environ)
     module = importlib.import_module(f"rmsnorm_cli.commands.{command}")
     outcome: Outcome = getattr(module, command)(**given, runs_dir=folder, console=console)
     return _finish(console, command, outcome, {"run_dir": None})
@@ -153,9 +152,9 @@ def _unforeseen(json: bool, command: str, problem: Exception) -> int:
     where = traceback.extract_tb(problem.__traceback__)[-1]
     lines = [
         f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
-        "this is a fault of rmsnorm itself; python -X dev -m rmsnorm_cli, with the same words, shows where",
+        "this is a fault of rmsnorm itself; RMSNORM_TRACEBACK=1 in the environment shows where",
     ]
-    if sys.flags.dev_mode:
+    if os.environ.get("RMSNORM_TRACEBACK") == "1":
         traceback.print_exc()
     return _failed(json, command, "error", lines, INTERNAL_ERROR)
 

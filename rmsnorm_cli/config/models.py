@@ -173,7 +173,7 @@ class Gradcheck(Table):
     """[gradcheck]: derivatives in float64, by finite differences and in closed form."""
 
     rows: Many[Count] = Field(default=(1, 3), description="row counts M")
-    cols: Many[Cols] = Field(default=(1, 2, 7, 33), description="row widths N")
+    cols: Many[Cols] = Field(default=(1, 2, 7, 33, 257), description="row widths N")
     step: Annotated[float, Field(gt=0, le=1e-3)] = Field(default=1e-6, description="step of the finite differences")
     atol: Tightened = Field(le=1e-7, default=1e-7, description="absolute tolerance; may only be tightened")
     rtol: Tightened = Field(le=1e-5, default=1e-5, description="relative tolerance; may only be tightened")
