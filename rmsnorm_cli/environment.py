@@ -140,8 +140,8 @@ def enter(mode: Literal["cuda", "interpreter"]) -> None:
 def mark_cache(triton_cache: Path) -> None:
     """Mark a new .cache folder of ours as such, so that `clean` knows it; a folder that is there stays as it is."""
     folder = triton_cache.parent
-    if folder.name == CACHE and not os.path.lexists(folder):
-        with suppress(OSError):  # a folder that cannot be written is explained where a run is opened in it
+    if folder.name == CACHE:
+        with suppress(OSError):  # it is there, or cannot be written: that is explained where a run is opened in it
             folder.mkdir(parents=True)
             (folder / TAG_NAME).write_text(CACHE_TAG, encoding="utf-8")
 

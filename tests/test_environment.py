@@ -45,7 +45,7 @@ def same_environment_after() -> Iterator[None]:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that CUDA sees `count` devices, or that it fails in a given way."""
 
-    def pretend(count: int, warning: str = "", broken: Exception | None = None) -> None:
+    def pretend(count: int, warning: str = "", broken: Exception | None = None, one: float = 1.0) -> None:
         def available() -> bool:
             if warning:
                 warnings.warn(warning, UserWarning, stacklevel=1)
@@ -55,7 +55,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
             if broken:
                 raise broken
             assert device.startswith("cuda:")
-            return torch.full((2,), 1.0)
+            return torch.full((2,), one)
 
         monkeypatch.setattr(torch.cuda, "is_available", available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -92,6 +92,13 @@ def test_auto_leaves_a_gpu_that_initialises_and_cannot_compute(gpus):
     with pytest.raises(EnvironmentProblem, match=r"no kernel image is available for execution\); see") as caught:
         choose_device("cuda")
     assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_adds_wrongly_is_not_used(gpus):
+    """The first sum is compared with its right value: a device that answers with another number is refused."""
+    gpus(1, one=1.5)
+    with pytest.raises(EnvironmentProblem, match=r"1 \+ 1 \+ 1 \+ 1 = 5.0"):
+        choose_device("cuda")
 
 
 def test_a_numbered_gpu_is_that_one_or_the_sentence_says_how_many_there_are(gpus):
