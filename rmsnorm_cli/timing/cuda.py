@@ -23,7 +23,7 @@ LONGEST_SPIN = 0.2
 SPIN_TRIES = 5  # each twice as long as the one before
 HIDDEN_SECONDS = 3e-5  # work found elsewhere after the stream was empty: more than waking the host varies by
 CANARY_SECONDS = 1e-4
-CANARY_BYTES = 64 << 20
+CANARY_SIZE = 2  # the copied canary reads this many times the L2 cache, so what ran before does not matter to it
 
 Outputs = tuple[torch.Tensor, ...]
 Body = Callable[[], Outputs]
@@ -37,6 +37,13 @@ class Overheads:
     empty_wait: float
 
 
+@dataclass
+class Spin:
+    """How long a program's launch needs the stream to be held, learnt from its own samples."""
+
+    seconds: float = SPIN_SECONDS
+
+
 class CudaClock:
     """Event clock of one GPU. Build it once; it measures its own overheads and the GPU's clock rate on the way."""
 
@@ -47,10 +54,9 @@ class CudaClock:
         with torch.cuda.device(self.device):
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.l2_bytes = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
-        self._spin_seconds = SPIN_SECONDS
         with self.active():
             self._cycles_per_second = self._calibrate()
-            self._canary = torch.empty(2, CANARY_BYTES // 8, dtype=torch.float32, device=self.device).normal_()
+            self._canary = torch.empty(2, CANARY_SIZE * self.l2_bytes // 4, device=self.device).normal_()
             self.overheads = self._measure_overheads()
 
     @contextmanager
@@ -93,17 +99,19 @@ class CudaClock:
         self.stream.synchronize()
         return Reading(elapsed / count, (STARVED,) if starved else ())
 
-    def queued(self, launch: Call, count: int, before: Call = nothing) -> Reading:
+    def queued(self, launch: Call, count: int, before: Call = nothing, spin: "Spin | None" = None) -> Reading:
         """Return the GPU's time for one launch, over its `count` calls, with all of it queued before it begins.
 
         A spin holds the stream until the host has queued everything; where the spin was too short it is doubled and
-        the sample taken again, after `before`. A sample that stays short of host time is flagged.
+        the sample taken again, after `before`. A sample that stays short of host time is flagged. Who keeps `spin`
+        begins the next sample with the length that this one needed.
         """
+        spin = spin or Spin()
         for _ in range(SPIN_TRIES):
             before()
             start, end = _event(), _event()
             self.stream.synchronize()
-            self._spin(self._spin_seconds)
+            self._spin(spin.seconds)
             start.record(self.stream)
             launch()
             end.record(self.stream)
@@ -111,7 +119,7 @@ class CudaClock:
             end.synchronize()
             if not starved:
                 break
-            self._spin_seconds = min(2 * self._spin_seconds, LONGEST_SPIN)
+            spin.seconds = min(2 * spin.seconds, LONGEST_SPIN)
         return Reading(_seconds(start, end) / count, (STARVED,) if starved else ())
 
     def hidden_work(self, call: Call, count: int, tries: int = 3) -> float | None:
@@ -188,7 +196,7 @@ class GraphReplay:
     """
 
     def __init__(self, clock: CudaClock, bodies: Sequence[Body], ring: int) -> None:
-        self.clock, self.calls = clock, len(bodies)
+        self.clock, self.calls, self._spin = clock, len(bodies), Spin()
         self.outputs: list[Outputs] = [()] * ring
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=clock.stream):
@@ -198,7 +206,7 @@ class GraphReplay:
 
     def measure(self, before: Call = nothing) -> Reading:
         """Return the GPU's time of one call; `before` runs ahead of every attempt, outside the interval."""
-        return self.clock.queued(self._graph.replay, self.calls, before)
+        return self.clock.queued(self._graph.replay, self.calls, before, self._spin)
 
     def poison(self, place: int) -> None:
         """Overwrite the outputs at one place of the ring with NaN, which a replay must replace."""

@@ -146,7 +146,7 @@ def is_stable(times: Sequence[float], window: int, within: float) -> bool:
     if len(times) < 2 * window:
         return False
     last, before = np.median(times[-window:]), np.median(times[-2 * window : -window])
-    return bool(abs(last / before - 1) < within)
+    return bool(abs(last - before) < within * before)
 
 
 def _warm_up(

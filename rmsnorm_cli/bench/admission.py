@@ -1,0 +1,95 @@
+"""Who is timed: the contract is asked, outputs are verified on the timed inputs, work on other streams is looked for.
+
+What declines or fails becomes a row without a number. Peak memory and saved bytes are read here too, untimed.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from rmsnorm_cli.bench.lab import Bench, Standing
+from rmsnorm_cli.bench.programs import Check, Loop, Program, poison_free_memory, saved_bytes
+from rmsnorm_cli.environment import executes_on
+from rmsnorm_cli.gates.gate import attempt
+from rmsnorm_cli.kernels import CallSpec, Implementation
+from rmsnorm_cli.timing.cuda import CudaClock, peak_bytes
+
+
+def admit(bench: Bench, impl: Implementation) -> None:
+    """Ask the contract, then compile and run a program on the first values; what declines or fails becomes a row."""
+    standing = _declined(bench, impl)
+    if standing is not None:
+        bench.refused[impl.name] = standing
+        return
+    program = Program(impl, bench.buffers, bench.lab.eps)
+
+    def run() -> None:
+        with torch.no_grad():
+            program.body("forward")()
+        program.look_for_consumed_dy()
+        program.body("backward")()
+
+    _, problem = attempt(impl, run, bench.buffers.x[0])
+    program.release()
+    if problem is None:
+        bench.programs.append(program)
+    else:
+        bench.refused[impl.name] = {"status": problem.status, "detail": problem.text}
+
+
+def _declined(bench: Bench, impl: Implementation) -> Standing | None:
+    """Return why an implementation does not run on this cell at all, or None."""
+    cell, lab = bench.cell, bench.lab
+    if executes_on(impl, lab.device) == "interpreter":
+        return {
+            "status": "refused",
+            "detail": "a Triton kernel's time in the interpreter says nothing about the kernel",
+        }
+    kind = torch.device(lab.device.torch_device).type
+    spec = CallSpec((cell.M, cell.N), cell.torch_dtype, cell.torch_dtype, True, lab.eps, kind)
+    reason = None if impl.accepts is None else impl.accepts(spec)
+    return None if reason is None else {"status": "refused", "detail": reason}
+
+
+def verified(bench: Bench, program: Program, perimeter: str, bare: dict[str, Standing]) -> Loop | None:
+    """Return a program's loop once its outputs are right on the timed inputs and it hides no work, or say why not."""
+    lab, impl = bench.lab, program.impl
+    answers = bench.answers[impl.rounding]
+    loop = Loop(program, perimeter, lab.calls, Check(answers, perimeter))
+    like = [answers.inputs.x, answers.inputs.x, *([answers.inputs.gamma] if answers.inputs.gamma is not None else [])]
+
+    def once() -> str | None:
+        poison_free_memory(like)
+        loop.call()
+        return loop.verdict()
+
+    wrong, problem = attempt(impl, once, bench.buffers.x[0])
+    if problem is None and wrong is None and isinstance(lab.clock, CudaClock):
+        hidden, problem = attempt(impl, partial(lab.clock.hidden_work, loop.call, lab.calls), bench.buffers.x[0])
+        if hidden is not None:
+            wrong = f"it left {hidden * 1e6:.0f} µs of work on another stream when its own was empty"
+    lab.record(
+        {"kind": "verification", "cell": bench.cell.name, "perimeter": perimeter, "impl": impl.name}
+        | {"worst": dict(loop.check.worst), "problem": wrong or (problem.text if problem else None)}
+    )
+    if problem is not None:
+        bare[impl.name] = {"status": problem.status, "detail": problem.text}
+    elif wrong is not None:
+        bare[impl.name] = {"status": "failed", "detail": wrong}
+    else:
+        return loop
+    return None
+
+
+def memory(bench: Bench, loop: Loop, perimeter: str) -> dict[str, Any]:
+    """Return peak bytes of one call (None on the CPU) and bytes it saves for the backward, by autograd's hooks."""
+    body = loop.program.body(perimeter)
+    loop.outputs = None
+    device = torch.device(bench.lab.device.torch_device)
+    found: dict[str, Any] = {"peak_bytes": peak_bytes(body, device) if device.type == "cuda" else None}
+    if perimeter in ("forward_train", "forward_backward"):
+        inputs = [bench.buffers.x[0], bench.buffers.gamma]
+        forward = loop.program.body("forward_train")
+        found["saved_bytes"], found["saved_bytes_beyond_inputs"] = saved_bytes(forward, inputs)
+    return found

@@ -1,0 +1,128 @@
+"""`--compare`: this run's times against an earlier run's, where the two can be compared at all.
+
+The sides were not interleaved, so clocks, temperature and neighbours may differ between them. The plain stream of both
+runs is compared as well: where it moved, so may everything else, and the text says by how much.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rmsnorm_cli import history
+from rmsnorm_cli.bench.rows import STREAM, TWIN, Rules
+from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.timing import Times, judge, unpaired_ratio
+
+Key = tuple[str, str, str, str, str]  # cell, perimeter, measure, cache, implementation
+IDENTITY = (("card", "card"), ("driver", "driver"), ("clock", "clock"))
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run left: where it lies, what it ran on, and the block times behind each of its numbers."""
+
+    dir: Path
+    facts: Mapping[str, Any]
+    blocks: Mapping[Key, Times]
+
+
+def load(name: str, runs_dir: Path) -> Earlier:
+    """Read an earlier run of bench; ConfigError where there is none, or none that was finished with numbers."""
+    info = history.find(name, runs_dir)
+    if info.command != "bench":
+        raise ConfigError(f"bench.compare: {name} is a run of {info.command}; expected a run of bench")
+    summary = info.facts.get("summary") or {}
+    if not summary.get("cells"):
+        raise ConfigError(
+            f"bench.compare: {name} holds no times (its status is {info.status}); expected a finished run"
+        )
+    return Earlier(info.dir, summary, block_times(history.read_records(info.dir), numbered(summary["cells"])))
+
+
+def refuse_unlike(earlier: Earlier, here: Mapping[str, Any], across: bool) -> list[str]:
+    """Return how the two runs' machines differ, for the report; ConfigError where they do and `across` is not set."""
+    told = [
+        f"{what}: {earlier.facts.get(key)} then, {here.get(key)} now"
+        for key, what in IDENTITY
+        if earlier.facts.get(key) != here.get(key)
+    ]
+    if told and not across:
+        raise ConfigError(
+            f"bench.compare: {earlier.dir.name} was measured elsewhere ({'; '.join(told)}), so a ratio would compare "
+            "machines, not programs; --across compares all the same and says so"
+        )
+    versions = {name: (earlier.facts.get("versions") or {}).get(name) for name in ("torch", "triton")}
+    told += [
+        f"{name}: {then} then, {here['versions'].get(name)} now"
+        for name, then in versions.items()
+        if then != here["versions"].get(name)
+    ]
+    return told
+
+
+def refuse_disjoint(earlier: Earlier, cells: Iterable[str], perimeters: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ConfigError where nothing that will be timed was timed then; what is missing in part becomes rows."""
+    wanted = {(cell, perimeter, name) for cell in cells for perimeter in perimeters for name in names}
+    had = {(key[0], key[1], key[4]) for key in earlier.blocks}
+    if wanted & had:
+        return
+    shapes = ", ".join(sorted({key[0] for key in earlier.blocks}))
+    done = ", ".join(sorted({key[1] for key in earlier.blocks}))
+    who = ", ".join(sorted({key[4] for key in earlier.blocks} - {STREAM}))
+    raise ConfigError(
+        f"bench.compare: {earlier.dir.name} has no time in common with this run; it timed {who} at {shapes}, in {done}"
+    )
+
+
+def compared(
+    earlier: Earlier, blocks: Mapping[Key, Times], rules: Rules, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Return one row for each number of this run: its ratio to the earlier one, or why there is none."""
+    made = []
+    streams: dict[Sequence[str], float] = {}
+    for key in sorted(blocks, key=lambda key: (key[:4], key[4] != STREAM)):
+        row: dict[str, Any] = dict(zip(("cell", "perimeter", "measure", "cache", "impl"), key, strict=True))
+        then = earlier.blocks.get(key)
+        if then is None:
+            made.append(row | {"word": None, "text": "not timed in the earlier run"})
+            continue
+        ratio = unpaired_ratio(blocks[key], then, rng, rules.confidence, rules.resamples)
+        if key[4] == STREAM:
+            streams[key[:4]] = ratio.estimate
+        verdict = judge(ratio, rules.band, rules.confidence)
+        moved = streams.get(key[:4])
+        beside = (
+            "" if moved is None or key[4] == STREAM else f"; the plain stream took {moved:.2f} times as long as then"
+        )
+        made.append(
+            row
+            | {"word": verdict.word, "text": verdict.text + beside}
+            | {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high}
+        )
+    return made
+
+
+def numbered(cells: Iterable[Mapping[str, Any]]) -> set[Key]:
+    """Return the keys that stand as numbers in a summary: verified, and not invalid."""
+    return {
+        (cell["cell"], table["perimeter"], table["measure"], table["cache"], name)
+        for cell in cells
+        for table in cell["tables"]
+        for name in [row["impl"] for row in table["rows"] if row["status"] == "passed"]
+        + [STREAM] * bool(table["stream"])
+    }
+
+
+def block_times(records: Iterable[Mapping[str, Any]], wanted: set[Key]) -> dict[Key, Times]:
+    """Return one time a block for each wanted number, from the raw samples of metrics.jsonl."""
+    found: dict[Key, Times] = {}
+    for record in records:
+        if record.get("kind") != "samples" or str(record["impl"]).endswith(TWIN):
+            continue
+        key = (record["cell"], record["perimeter"], record["measure"], record["cache"], record["impl"])
+        if key in wanted:
+            found[key] = np.asarray(record["seconds"], dtype=np.float64).reshape(-1, 2).mean(axis=1)
+    return found
