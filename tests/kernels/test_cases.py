@@ -123,6 +123,15 @@ def test_dgamma_of_half_precision_is_summed_in_float32(device):
 
 
 @both
+def test_what_a_row_adds_to_dgamma_is_not_rounded(impl, device):
+    """Forty-eight times 0.63245 is 30.359 in float16; rounded before the sum, the bias 48 times over gives 30.344."""
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float16, device=device).repeat(48, 1)
+    gamma = torch.ones(2, dtype=torch.float16, device=device, requires_grad=True)
+    rms_norm(x, gamma, impl=impl).sum().backward()
+    same(gamma.grad, [30.359375, 60.71875], atol=0, rtol=0)
+
+
+@both
 def test_rows_outside_the_batch_do_not_reach_dgamma(impl, device):
     """A mask by multiplication lets the NaN of a row behind the batch into the column sum."""
     buffer = torch.ones(4, 8, device=device)
