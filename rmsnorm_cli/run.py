@@ -215,7 +215,7 @@ def begin(
         "tool": TOOL,
         "version": __version__,
         "command": run.settings.command,
-        "argv": [home.sub(r"\1~", word) for word in argv],
+        "argv": ["rmsnorm", *(home.sub(r"\1~", word) for word in argv[1:])],  # argv[0] is where it is installed
         "name": run.settings.run.name,
         "status": "running",
         "exit_code": None,

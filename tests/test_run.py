@@ -260,7 +260,13 @@ def test_json_is_strict_and_text_is_utf8(tmp_path):
 def test_the_home_folder_stays_out_of_run_json(tmp_path, monkeypatch):
     """The arguments are kept as given, but a home folder, which names a person, is written ~."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    words = ["rmsnorm", "--config", "/home/somebody/a.toml", "--runs-dir=/home/somebody", "/home/somebody2/b"]
+    words = [
+        "/home/somebody/bin/rmsnorm",
+        "--config",
+        "/home/somebody/a.toml",
+        "--runs-dir=/home/somebody",
+        "/home/somebody2/b",
+    ]
     with open_run(settings(tmp_path), words, DEVICE, {}) as made:
         made.finish(PASSED)
     assert facts(made.dir)["argv"] == ["rmsnorm", "--config", "~/a.toml", "--runs-dir=~", "/home/somebody2/b"]
