@@ -73,7 +73,11 @@ class KernelPair:
 
 
 def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float], Tensor]:
-    """Return f(x, gamma, eps) -> y that runs the pair's kernels forward and backward."""
+    """Return f(x, gamma, eps) -> y that runs the pair's kernels forward and backward.
+
+    Autocast casts nothing here: x and gamma reach the launcher in the dtypes they have. Inside a torch.func transform
+    it raises ContractError, and torch.compile breaks its graph at the call.
+    """
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if torch.compiler.is_compiling():

@@ -29,7 +29,8 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     """Normalise every row of x by its root mean square and scale it by gamma.
 
     x is (..., N) in any floating dtype and layout, gamma (N,) or None (no scale). Returns y with x's shape and dtype:
-    float64 arithmetic for a float64 x, else float32, rounded once at the end.
+    float64 arithmetic for a float64 x, else float32, rounded once at the end. A float32 row above 1.8e19 has squares
+    that are infinite there and comes out as 0, as in PyTorch's own.
     """
     dtype = arithmetic_dtype(x)
     # x is converted once: autograd rounds a gradient to x's dtype at each conversion, and adds up what it rounded.
@@ -44,6 +45,7 @@ def backward(dy: Tensor, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[T
     """Compute dx and dgamma from the formula, without autograd.
 
     dy and x are (..., N), gamma (N,) or None. Returns dx like x, and dgamma like gamma (None where gamma is None).
+    A NaN stays in its own row of dx, and makes dgamma NaN even where that row's dy is 0: 0 · NaN is NaN.
     Written with differentiable operations: autograd through it gives the second derivative.
     """
     dtype = arithmetic_dtype(x)
