@@ -1,0 +1,289 @@
+"""The sessions of a cell as on a GPU: graphs, cold and warm caches, host time; clock and graphs are stood in for.
+
+The stand-ins run every body on the CPU at a price in simulated seconds, so all that is not CUDA itself is as it is.
+"""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from rmsnorm_cli.bench import measure
+from rmsnorm_cli.bench.lab import Lab
+from rmsnorm_cli.bench.rows import Rules
+from rmsnorm_cli.bench.workload import Buffers, Cell
+from rmsnorm_cli.environment import Device
+from rmsnorm_cli.kernels import Implementation, implementation
+from rmsnorm_cli.timing import Plan, Reading
+from rmsnorm_cli.timing.cuda import CudaClock
+
+CELL = Cell(6, 33, "float32")
+STREAM_PRICE = 1e-6
+PRICES = {"torch": 2e-6, "reference": 4e-6}
+
+
+class _Clock(CudaClock):
+    """Prices what it is given instead of timing it; `hidden` is what an audit will find."""
+
+    def __init__(self, l2_bytes=1500, hidden=None):
+        self.l2_bytes, self.hidden, self.rng = l2_bytes, hidden, np.random.default_rng(0)
+        self.price = 0.0
+
+    def _reading(self, count):
+        price, self.price = self.price, 0.0
+        return Reading((price or STREAM_PRICE * count) / count * float(np.exp(self.rng.normal(0, 1e-4))))
+
+    def calls(self, call, count):
+        for _ in range(count):
+            call()
+        return self._reading(count)
+
+    def host(self, call, count, at_least):
+        assert at_least > 0
+        return self.calls(call, count)
+
+    def hidden_work(self, call, count, tries=3):
+        call()
+        return self.hidden
+
+    def canaries(self):
+        return {"core clock": lambda: Reading(1e-4)}
+
+
+class _Graph:
+    """Runs its bodies at every replay and copies the results to where the captured ones lie, as a graph does."""
+
+    made: ClassVar = []
+
+    def __init__(self, clock, make, sets):
+        self.clock, self.bodies = clock, make(2 * sets)
+        self.calls = len(self.bodies)
+        self.outputs = [()] * sets
+        for i, body in enumerate(self.bodies):
+            self.outputs[i % sets] = tuple(output.detach().clone() for output in body())
+        _Graph.made.append(self)
+
+    def measure(self, before=lambda: None):
+        before()
+        self.clock.price = 0.0
+        with torch.no_grad():
+            for i, body in enumerate(self.bodies):
+                with torch.enable_grad():
+                    fresh = body()
+                for held, new in zip(self.outputs[i % len(self.outputs)], fresh, strict=True):
+                    held.copy_(new)
+        return self.clock._reading(self.calls)
+
+    def poison(self, place):
+        for output in self.outputs[place]:
+            output.fill_(float("nan"))
+
+    def release(self):
+        self.released = True
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return a function that measures CELL with the named implementations on the stand-ins."""
+    monkeypatch.setattr(measure, "captured", _Graph)
+    _Graph.made = []
+
+    def call(impls, clock=None, perimeters=("forward", "backward"), caches=("cold", "warm")):
+        clock = clock or _Clock()
+        records = []
+        lab = Lab(
+            clock=clock,
+            device=Device("cuda", "cuda", "cpu", "stand-in"),
+            plan=Plan(samples=40, extensions=0),
+            rules=Rules(0.01, 0.99, 300, 20, 0.02),
+            perimeters=perimeters,
+            caches=caches,
+            calls=3,
+            baselines=["torch"],
+            eps=1e-6,
+            seed=5,
+            record=records.append,
+        )
+        priced = {name: priced_at(clock, impl) for name, impl in impls.items()}
+        return measure.measure_cell(CELL, list(impls), priced, {}, lab), records
+
+    return call
+
+
+def priced_at(clock, impl):
+    def pay(gradient=None):
+        clock.price += PRICES.get(impl.name, 2e-6)
+
+    def call(x, gamma, eps):
+        pay()
+        y = impl.call(x, gamma, eps)
+        if y.requires_grad:
+            y.register_hook(pay)
+        return y
+
+    return Implementation(impl.name, call)
+
+
+def known(*names):
+    return {name: implementation(name) for name in names}
+
+
+def table_of(cell, **wanted):
+    (table,) = [t for t in cell["tables"] if all(t[key] == value for key, value in wanted.items())]
+    return table
+
+
+def test_each_perimeter_has_whole_calls_cold_and_warm_gpu_time_and_host_time(measured):
+    cell, _ = measured(known("torch", "reference"), _Clock(l2_bytes=2000))
+    kinds = [(t["measure"], t["cache"]) for t in cell["tables"] if t["perimeter"] == "backward"]
+    assert kinds == [("calls", "loop"), ("gpu", "cold"), ("gpu", "warm"), ("host", "loop")]
+    assert {row["status"] for table in cell["tables"] for row in table["rows"]} == {"passed"}
+    assert all(graph.released for graph in _Graph.made)
+
+
+def test_a_working_set_larger_than_the_cache_has_no_warm_time(measured):
+    cell, _ = measured(known("torch"), _Clock(l2_bytes=1500))
+    assert cell["fits_l2"] is False
+    assert {t["cache"] for t in cell["tables"] if t["measure"] == "gpu"} == {"cold"}
+
+
+def test_cold_graphs_walk_through_sets_that_hold_three_times_the_cache(measured):
+    """A set of x and y takes 1584 bytes; three times 2000 needs four sets."""
+    cell, _ = measured(known("torch"), _Clock(l2_bytes=2000), perimeters=("forward",))
+    assert cell["sets_in_rotation"] == 4
+    assert sorted({len(graph.outputs) for graph in _Graph.made}) == [1, 4]
+
+
+def test_gpu_time_is_told_as_a_share_of_the_stream_measured_beside_it(measured):
+    cell, _ = measured(known("torch", "reference"), perimeters=("forward",))
+    table = table_of(cell, measure="gpu")
+    assert table["stream"]["median"] == pytest.approx(STREAM_PRICE, rel=1e-2)
+    shares = {row["impl"]: row["share_of_stream"]["estimate"] for row in table["rows"]}
+    assert shares["torch"] == pytest.approx(0.5, rel=1e-2)
+    assert shares["reference"] == pytest.approx(0.25, rel=1e-2)
+
+
+def test_a_program_faster_than_the_stream_when_cold_is_invalid(measured, monkeypatch):
+    monkeypatch.setitem(PRICES, "torch", 0.3e-6)
+    cell, _ = measured(known("torch", "reference"), perimeters=("forward",))
+    rows = {row["impl"]: row for row in table_of(cell, measure="gpu")["rows"]}
+    assert rows["torch"]["status"] == "failed"
+    assert rows["reference"]["status"] == "passed"
+
+
+def test_work_found_on_another_stream_leaves_a_row_without_any_number(measured):
+    cell, _ = measured(known("torch"), _Clock(hidden=2.5e-4), perimeters=("forward",))
+    for table in cell["tables"]:
+        (row,) = table["rows"]
+        assert row["status"] == "failed"
+        assert row["detail"] == "it left 250 µs of work on another stream when its own was empty"
+
+
+def test_a_program_that_cannot_be_captured_keeps_its_whole_call_time(measured, monkeypatch):
+    def refusing(clock, make, sets):
+        bodies = make(1)
+        if bodies[0].__qualname__.startswith("Program") and clock.price >= 0 and refusing.turn == 0:
+            refusing.turn += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return _Graph(clock, make, sets)
+
+    refusing.turn = 0
+    monkeypatch.setattr(measure, "captured", refusing)
+    cell, _ = measured(known("torch", "reference"), perimeters=("forward",), caches=("cold",))
+    gpu = {row["impl"]: row for row in table_of(cell, measure="gpu")["rows"]}
+    assert gpu["torch"]["status"] == "error"
+    assert "no CUDA graph of it could be made" in gpu["torch"]["detail"]
+    assert gpu["reference"]["status"] == "passed"
+    assert {row["status"] for row in table_of(cell, measure="calls")["rows"]} == {"passed"}
+
+
+def test_a_replay_that_leaves_poison_behind_is_a_wrong_output(measured, monkeypatch):
+    class _Idle(_Graph):
+        def measure(self, before=lambda: None):
+            before()
+            return Reading(1e-6)
+
+    monkeypatch.setattr(measure, "captured", _Idle)
+    cell, _ = measured(known("torch"), perimeters=("forward",), caches=("cold",))
+    (row,) = table_of(cell, measure="gpu")["rows"]
+    assert row["status"] == "failed"
+    assert row["detail"].startswith("wrong output in a timed sample: y: ")
+
+
+def test_a_consumer_of_dy_meets_fresh_values_in_every_call_of_a_graph(measured):
+    def consuming(x, gamma, eps):
+        return _Consuming.apply(x, gamma, eps)
+
+    cell, _ = measured({"consuming": SimpleNamespace(name="consuming", call=consuming)}, perimeters=("backward",))
+    assert cell["consumes_dy"] == ["consuming"]
+    assert {row["status"] for table in cell["tables"] for row in table["rows"]} == {"passed"}
+
+
+class _Consuming(torch.autograd.Function):
+    """A right RMSNorm whose backward writes dx over dy."""
+
+    @staticmethod
+    def forward(ctx, x, gamma, eps):
+        ctx.save_for_backward(x, gamma)
+        ctx.eps = eps
+        return implementation("reference").call(x.detach(), gamma.detach(), eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        from rmsnorm_cli.kernels import reference
+
+        x, gamma = ctx.saved_tensors
+        dx, dgamma = reference.backward(dy, x, gamma, ctx.eps)
+        return dy.copy_(dx), dgamma, None
+
+
+def test_every_session_leaves_its_raw_samples_and_canaries(measured):
+    _, records = measured(known("torch"), perimeters=("forward",), caches=("cold",))
+    kinds = {(r["kind"], r.get("measure"), r.get("impl")) for r in records}
+    for name in ("torch", "torch (A/A)"):
+        assert ("samples", "gpu", name) in kinds
+        assert ("samples", "calls", name) in kinds
+    assert ("samples", "gpu", "stream") in kinds
+    assert ("canaries", "gpu", None) in kinds
+    for record in records:
+        if record["kind"] == "samples":
+            assert len(record["seconds"]) == 40
+
+
+def test_the_bytes_of_a_cell_are_those_of_the_model_that_is_printed():
+    """4096 × 4096 in 2 bytes: 2·M·N·s = 67,108,864 and N·s = 8,192; the backward moves three matrices."""
+    cell = Cell(4096, 4096, "float16")
+    assert cell.bytes_moved("forward") == 67_108_864 + 8_192
+    assert cell.bytes_moved("forward_train") == cell.bytes_moved("forward") + 4 * 4096
+    assert cell.bytes_moved("backward") == 100_663_296 + 16_384 + 16_384
+    assert cell.bytes_moved("forward_backward") == cell.bytes_moved("forward_train") + cell.bytes_moved("backward")
+    assert [cell.stream_bytes(p) for p in ("forward", "backward", "forward_backward")] == [
+        67_108_864,
+        100_663_296,
+        167_772_160,
+    ]
+
+
+def test_refilled_buffers_hold_other_values_at_the_same_addresses():
+    buffers = Buffers(CELL, 3, "cpu", 0)
+    before = buffers.pristine()
+    where = [tensor.data_ptr() for tensor in (*buffers.x, *buffers.dy, buffers.gamma)]
+    buffers.refill(1)
+    assert where == [tensor.data_ptr() for tensor in (*buffers.x, *buffers.dy, buffers.gamma)]
+    assert not torch.equal(buffers.x[0], before.x)
+    assert all(torch.equal(other, buffers.x[0]) for other in buffers.x)
+    assert all(torch.equal(other, buffers.dy[0]) for other in buffers.dy)
+    buffers.refill(0)
+    assert torch.equal(buffers.x[2], before.x), "the same seed gives the same values"
+
+
+def test_each_stream_moves_the_bytes_it_says_and_no_formula():
+    buffers = Buffers(CELL, 2, "cpu", 0)
+    x, dy = buffers.x[1].detach(), buffers.dy[1]
+    assert torch.equal(buffers.streams("forward")[1]()[0], x)
+    assert torch.equal(buffers.streams("backward")[1]()[0], x + dy)
+    copied, added = buffers.streams("forward_backward")[1]()
+    assert torch.equal(copied, x)
+    assert torch.equal(added, x + dy)
