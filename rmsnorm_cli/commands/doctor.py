@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,17 +67,19 @@ def doctor(*, device: str | None = None, runs_dir: Path, console: Console) -> Ou
         lambda: importing("numpy"),
         compiler,
         headers,
-        lambda: kernel("interpreter", runs_dir),
-        lambda: kernel(gpu, runs_dir),
-        lambda: writable("runs folder", runs_dir, "--runs-dir"),
-        lambda: writable("Triton cache", triton_cache(runs_dir), "TRITON_CACHE_DIR"),
+        lambda: kernel("interpreter"),
+        lambda: kernel(gpu),
+    ]
+    folders = [
+        writable("runs folder", runs_dir, "--runs-dir"),
+        writable("Triton cache", triton_cache(runs_dir), "TRITON_CACHE_DIR"),
     ]
     with console.progress("doctor", len(tasks)) as progress, ThreadPoolExecutor(max_workers=2) as pool:
         checks = []
         for check in pool.map(lambda task: task(), tasks):
             checks.append(check)
             progress.advance(text=check.check)
-    return diagnosis(asked, [*checks, *peers()])
+    return diagnosis(asked, [*checks, *folders, *peers()])
 
 
 def diagnosis(asked: str, checks: Sequence[Check]) -> Outcome:
@@ -169,11 +172,12 @@ def compiled(compiler: str, source: str, *options: str) -> str | None:
     return None if code == 0 else problem
 
 
-def kernel(asked: str, runs_dir: Path) -> Check:
+def kernel(asked: str) -> Check:
     """Run one kernel on a device in a process of its own and compare its results."""
     name = "kernel on the interpreter" if asked == "interpreter" else "kernel on CUDA"
-    call = f"from rmsnorm_cli.commands.doctor import probe; probe({asked!r}, {str(runs_dir)!r})"
-    code, out, problem = python(call)
+    call = f"from rmsnorm_cli.commands.doctor import probe; probe({asked!r})"
+    with tempfile.TemporaryDirectory() as cache:  # a kernel compiled last week says nothing of today's compiler
+        code, out, problem = python(call, TRITON_CACHE_DIR=cache)
     try:
         told = json.loads(out.strip().splitlines()[-1])
         remedy = no_gpu() if asked != "interpreter" and "no CUDA device" in told["found"] else told["remedy"]
@@ -195,10 +199,10 @@ def no_gpu() -> str:
     return "install NVIDIA's driver, or pass a GPU into the container (podman run --device nvidia.com/gpu=all)"
 
 
-def probe(asked: str, runs_dir: str) -> None:
+def probe(asked: str) -> None:
     """Choose the device, run the teaching kernel on it and print one line of JSON; for a process of its own."""
     try:
-        device = environment.choose_device(asked, runs_dir)
+        device = environment.choose_device(asked)
     except RmsnormError as error:
         text, _, remedy = str(error).removeprefix(f"device {asked}: ").partition("; ")
         print(json.dumps({"status": "missing", "found": text, "remedy": remedy or INSTALL}))
@@ -253,8 +257,8 @@ def writable(name: str, folder: Path, option: str) -> Check:
     except OSError as error:
         return Check(name, "wrong", f"{folder}: {error.strerror}", f"{WRITABLE}: {option}")
     finally:
-        for path in made:
-            if path.is_dir() and not any(path.iterdir()):
+        with suppress(OSError):  # the first that is not empty, or that another has removed, ends it
+            for path in made:
                 path.rmdir()
 
 
@@ -268,11 +272,12 @@ def peers() -> list[Check]:
     return found
 
 
-def python(code: str) -> tuple[int | None, str, str]:
+def python(code: str, **extra: str) -> tuple[int | None, str, str]:
     """Run Python code in a process of its own, where this package is and the current folder is not on the path."""
     settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = [str(Path(environment.__file__).parents[1]), *filter(None, [settings.get("PYTHONPATH")])]
-    return attempt([sys.executable, "-P", "-c", code], settings=settings | {"PYTHONPATH": os.pathsep.join(path)})
+    settings["PYTHONPATH"] = os.pathsep.join(path)
+    return attempt([sys.executable, "-P", "-c", code], settings=settings | extra)
 
 
 def attempt(

@@ -42,6 +42,17 @@ def test_on_this_machine_every_part_is_tried(tmp_path, device):
     assert not (tmp_path / "runs").exists(), "looking must leave nothing behind"
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_kernel_is_compiled_and_its_result_compared(tmp_path):
+    """The row names the card and its driver, and a card that is not there is exit 4."""
+    quiet = Console(json=False, quiet=True)
+    outcome = doctor(device="cuda:0", runs_dir=tmp_path / "runs", console=quiet)
+    (row,) = [row for row in outcome.summary["checks"] if row["check"] == "kernel on CUDA"]
+    assert (row["status"], outcome.exit_code) == ("ok", 0)
+    assert environment.driver_version() in row["found"]
+    assert doctor(device="cuda:99", runs_dir=tmp_path / "runs", console=quiet).exit_code == 4
+
+
 def test_a_word_that_is_no_device_is_a_usage_error(tmp_path):
     with pytest.raises(ConfigError, match="auto, cuda"):
         doctor(device="gpu", runs_dir=tmp_path, console=Console())
@@ -182,22 +193,22 @@ def test_a_kernel_that_computes_wrong_numbers_is_found(monkeypatch):
         ('print(\'{"status": "ok", "found": "GPU", "remedy": ""}\')', "ok", "GPU"),
     ],
 )
-def test_a_probe_that_crashes_hangs_or_babbles_is_a_row(tmp_path, monkeypatch, code, status, found):
+def test_a_probe_that_crashes_hangs_or_babbles_is_a_row(monkeypatch, code, status, found):
     """Whatever happens to the process that runs the kernel, doctor goes on and says what it saw."""
     monkeypatch.setattr(module, "SECONDS", 2)
-    monkeypatch.setattr(module, "python", lambda _: module.attempt([sys.executable, "-I", "-c", code]))
-    check = module.kernel("cuda", tmp_path)
+    monkeypatch.setattr(module, "python", lambda _, **extra: module.attempt([sys.executable, "-I", "-c", code]))
+    check = module.kernel("cuda")
     assert check.status == status
     assert found in check.found
 
 
 @pytest.mark.parametrize(("driver", "said"), [(None, "nvidia.com/gpu=all"), ("470.1", "the driver is 470.1")])
-def test_a_missing_gpu_is_explained_by_what_the_machine_has(tmp_path, monkeypatch, driver, said):
+def test_a_missing_gpu_is_explained_by_what_the_machine_has(monkeypatch, driver, said):
     """Without a driver: install one or pass the GPU in; with one: it is too old or hides the GPU."""
     told = '{"status": "missing", "found": "no CUDA device is usable on this machine", "remedy": "see: rmsnorm doctor"}'
-    monkeypatch.setattr(module, "python", lambda _: (0, told, ""))
+    monkeypatch.setattr(module, "python", lambda _, **extra: (0, told, ""))
     monkeypatch.setattr(environment, "driver_version", lambda: driver)
-    check = module.kernel("cuda", tmp_path)
+    check = module.kernel("cuda")
     assert said in check.remedy
 
 
