@@ -31,7 +31,7 @@ def find(name: str) -> Fault:
             return fault
     near = get_close_matches(name, [fault.name for fault in CATALOGUE], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"fault: there is no mistake {name!r} in the catalogue{hint} See: rmsnorm exercise --list")
+    raise ConfigError(f"fault: {name!r} is not in the catalogue (rmsnorm exercise --list shows it){hint}")
 
 
 def implementation(name: str, directory: Path) -> "Implementation":

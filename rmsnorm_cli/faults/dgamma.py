@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.examples import ones
-from rmsnorm_cli.faults.fault import DECLARED, DETERMINISM, MEMORY, NAIVE, UNIT_ROWS, Change, Fault, rows
+from rmsnorm_cli.faults.fault import DECLARED, DETERMINISM, MANY, MEMORY, NAIVE, UNIT_ROWS, Change, Fault, rows
 from rmsnorm_cli.faults.predict import only
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ IS_CELL = "is_cell = (rows < M)[:, None] & is_column[None, :]"
 SUM = "dgamma = tl.sum(total, axis=0)"
 STORE = "tl.store(dgamma_ptr + column, dgamma.to(dgamma_ptr.dtype.element_ty), mask=is_column)"
 ALLOCATE = "dgamma = torch.zeros_like(gamma) if need_dgamma else None"
-MANY = Case((67, 257), distribution="spread")  # more rows than one tile of 64
 
 
 def _without_last_columns(t: "Terms") -> "Tensor":

@@ -1,6 +1,6 @@
 """Mistakes of precision: the formula is right, but something is squared, summed, kept or rounded in too few bits."""
 
-from rmsnorm_cli.faults.fault import BUDGET, DECLARED, NAIVE, Change, Fault, rows
+from rmsnorm_cli.faults.fault import BUDGET, DECLARED, MANY, NAIVE, Change, Fault, rows
 from rmsnorm_cli.faults.predict import with_rstd
 
 OF_X = "x_ptr.dtype.element_ty"
@@ -162,8 +162,8 @@ FAULTS = (
                 "tl.store(partial_ptr + cells, (dy * x_hat).to(partial_ptr.dtype.element_ty), mask=valid)",
             ),
         ),
-        exposing=rows(dtype="float16", M=67, N=257),
-        hiding=rows(M=67, N=257),
+        exposing=rows("parallel", "float16", M=67, N=257),
+        hiding=MANY,
         expected=(BUDGET,),
     ),
     Fault(
@@ -179,8 +179,8 @@ FAULTS = (
             Change("total += tl.load(", "total = total + tl.load("),
             Change("mask=is_cell, other=0.0)", "mask=is_cell, other=0.0).to(dgamma_ptr.dtype.element_ty)"),
         ),
-        exposing=rows(dtype="float16", M=67, N=257),
-        hiding=rows(M=67, N=257),
+        exposing=rows("parallel", "float16", M=67, N=257),
+        hiding=MANY,
         expected=(BUDGET,),
         seen=("linkedin/Liger-Kernel #950",),
     ),

@@ -1,0 +1,102 @@
+"""`rmsnorm exercise`: say what a kernel mistake will do, run it, and see which check catches it."""
+
+from typing import TYPE_CHECKING
+
+from rmsnorm_cli import faults
+from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.results import Outcome, Table
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.run import Run
+
+
+def run(
+    settings: "Settings", run: "Run", console: "Console", device: "Device", *, no_input: bool | None = None
+) -> Outcome:
+    """Do the default exercise, or show one mistake (exercise.fault), or run all of them (exercise.all)."""
+    check(settings)
+    if settings.exercise.all:
+        from rmsnorm_cli.exercise import matrix
+
+        return matrix.run(settings, run, console, device)
+    if settings.exercise.fault:
+        from rmsnorm_cli.exercise import page
+
+        return page.run(settings, run, console, device)
+    from rmsnorm_cli.exercise import lesson
+
+    return lesson.run(settings, run, console, device, bool(no_input))
+
+
+def plan(settings: "Settings") -> list[str]:
+    """Say what would be run, without running it."""
+    check(settings)
+    if settings.exercise.all:
+        return [f"would run {len(faults.CATALOGUE)} changes of the kernel against every gate"]
+    if settings.exercise.fault:
+        return [f"would run the kernel with the mistake {settings.exercise.fault}"]
+    return [f"would ask, then run the kernel with the mistake {faults.DEFAULT}"]
+
+
+def check(settings: "Settings") -> None:
+    """Raise ConfigError, with all problems, for what the command cannot do."""
+    problems = []
+    if settings.run.impl != ("rowwise",):
+        problems.append(
+            f"run.impl: {', '.join(settings.run.impl)}; the catalogue changes rowwise's source, expected rowwise"
+        )
+    if settings.exercise.fault:
+        try:
+            faults.find(settings.exercise.fault)
+        except ConfigError as problem:
+            problems += problem.problems
+    if settings.exercise.predict and (settings.exercise.all or settings.exercise.fault):
+        problems.append("exercise.predict: only the default exercise asks; leave out exercise.fault and exercise.all")
+    if problems:
+        raise ConfigError(problems)
+
+
+def listing(settings: "Settings") -> Outcome:
+    """Return the catalogue: each mistake's pass, what it is, the input that shows it and the one that hides it."""
+    body = tuple(
+        (
+            fault.name,
+            fault.stage,
+            fault.story.split(". ")[0].rstrip("."),
+            fault.exposing.id,
+            fault.hiding.id if fault.hiding else "",
+            "no mistake" if fault.equivalent else ", ".join(fault.expected),
+        )
+        for fault in faults.CATALOGUE
+    )
+    columns = ("name", "pass", "what is wrong", "shown by", "hidden by", "caught by")
+    mistakes = sum(not fault.equivalent for fault in faults.CATALOGUE)
+    title = f"{mistakes} mistakes, and {len(body) - mistakes} changes that are none"
+    caption = "one in full: rmsnorm exercise --fault NAME; all against every check: rmsnorm exercise --all"
+    return Outcome(
+        status="passed",
+        execution="",
+        counts={},
+        summary={"faults": [describe(fault) for fault in faults.CATALOGUE]},
+        tables=(Table(title, columns, body, caption),),
+    )
+
+
+def describe(fault: faults.Fault) -> dict[str, object]:
+    """Return a mistake as the JSON document lists it."""
+    return {
+        "name": fault.name,
+        "pass": fault.stage,
+        "story": fault.story,
+        "file": fault.file,
+        "changes": [{"before": change.before, "after": change.after} for change in fault.changes],
+        "seen": list(fault.seen),
+        "exposing": fault.exposing.id,
+        "hiding": fault.hiding.id if fault.hiding else None,
+        "expected": list(fault.expected),
+        "equivalent": fault.equivalent or None,
+        "cuda_only": fault.cuda_only or None,
+    }

@@ -1,0 +1,105 @@
+"""The page of what each gate catches, in Markdown, made from a run of the whole catalogue."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_cli import faults
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.environment import Device
+
+COMMAND = "rmsnorm exercise --all"
+EVIDENCE = {
+    "cuda": "The kernels were compiled and run on this GPU.",
+    "interpreter": "The kernels' own source was run program by program on the CPU: that is evidence about arithmetic "
+    "and addresses, and none about races, speed or the GPU's own code.",
+}
+
+
+def text(summary: dict[str, Any], settings: "Settings", device: "Device") -> str:
+    """Return the page; `summary` is that of the run."""
+    return "\n".join(_lines(summary, settings, device)) + "\n"
+
+
+def _lines(summary: dict[str, Any], settings: "Settings", device: "Device") -> Iterator[str]:
+    from rmsnorm_cli import environment
+
+    gates, entries, score = summary["matrix"]["gates"], summary["matrix"]["faults"], summary["score"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items() if version)
+    yield "# What each gate catches"
+    yield ""
+    yield f"Written by `{COMMAND}`: on {device.name} ({device.execution}), {versions}, seed {settings.seed},"
+    yield f"{datetime.now(UTC):%Y-%m-%d}. Not edited by hand: the command writes `gates.md` into its run directory."
+    yield ""
+    yield EVIDENCE[device.execution]
+    yield "Each mistake is a change of one or two expressions in the source of `rowwise` or of its wiring to autograd."
+    yield "Every mistake is shown to every gate, which is asked small questions that `verify` asks by default until it"
+    yield "objects. The usual test is 64 x 4096 unit-normal numbers, gamma 1: y, dx, dgamma by the declared tolerance."
+    yield ""
+    yield f"**{score['caught']} of {score['of']} mistakes are caught. The usual test catches {score['naive']}.**"
+    yield f"Survivors: {', '.join(score['survivors']) or 'none'}. The unchanged kernel passes every gate."
+    yield ""
+    yield from _by_gate(gates, entries)
+    yield from _matrix(gates, entries)
+    yield from _inputs()
+    yield from _others(entries)
+
+
+def _by_gate(gates: list[str], entries: list[dict[str, Any]]) -> Iterator[str]:
+    yield "## By gate"
+    yield ""
+    yield from _row("gate", "mistakes caught", "caught by no other gate")
+    yield from _row("---", "---:", "---")
+    for gate in gates:
+        caught = [entry for entry in entries if gate in entry["caught_by"] and not entry["equivalent"]]
+        alone = [f"`{entry['name']}`" for entry in caught if len(entry["caught_by"]) == 1]
+        yield from _row(gate, str(len(caught)), ", ".join(alone) or "none")
+    yield ""
+
+
+def _matrix(gates: list[str], entries: list[dict[str, Any]]) -> Iterator[str]:
+    yield "## By mistake"
+    yield ""
+    yield "x: caught. An empty cell: the gate objected to nothing."
+    yield ""
+    yield from _row("mistake", "pass", "usual test", *gates)
+    yield from _row(*(["---"] * (3 + len(gates))))
+    for entry in entries:
+        if entry["equivalent"] or entry["not_run"]:
+            continue
+        marks = ("x" if gate in entry["caught_by"] else "" for gate in gates)
+        yield from _row(f"`{entry['name']}`", entry["pass"], "x" if entry["naive"] == "caught" else "", *marks)
+    yield ""
+
+
+def _inputs() -> Iterator[str]:
+    yield "## What shows a mistake, and what hides it"
+    yield ""
+    yield from _row("mistake", "what is wrong", "shown by", "hidden by", "seen in")
+    yield from _row(*(["---"] * 5))
+    for fault in faults.CATALOGUE:
+        if not fault.equivalent:
+            hidden = "" if fault.hiding is None else fault.hiding.id
+            yield from _row(f"`{fault.name}`", fault.story, fault.exposing.id, hidden, ", ".join(fault.seen))
+    yield ""
+
+
+def _others(entries: list[dict[str, Any]]) -> Iterator[str]:
+    equivalent = [entry for entry in entries if entry["equivalent"]]
+    yield "## Changes that are no mistakes"
+    yield ""
+    yield "They are run too, no gate may object to them, and the score leaves them out."
+    yield ""
+    yield from (f"- `{entry['name']}`: {entry['equivalent']}" for entry in equivalent)
+    left_out = [entry for entry in entries if entry["not_run"]]
+    if left_out:
+        yield ""
+        yield "Not run here, and not counted:"
+        yield ""
+        yield from (f"- `{entry['name']}`: {entry['not_run']}" for entry in left_out)
+
+
+def _row(*cells: str) -> Iterator[str]:
+    yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,261 @@
+"""`--all`: every mistake against every gate, and the score.
+
+A gate is asked until it objects to a mistake, then the next gate is asked: a mistake that one gate catches is still
+shown to all others. What is asked is what `verify` asks by default, as far as it is small. The unchanged kernel takes
+part too, under the name UNCHANGED, and no gate may object to it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rmsnorm_cli import faults
+from rmsnorm_cli.cases import Case
+from rmsnorm_cli.exercise import pool
+from rmsnorm_cli.faults import Fault, apply
+from rmsnorm_cli.faults.fault import DETERMINISM, NAIVE
+from rmsnorm_cli.results import CaseResult, Outcome, Scope, Status, Table, count, overall
+from rmsnorm_cli.tolerances import DECLARED
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.gates import Gate
+    from rmsnorm_cli.kernels.api import Implementation
+    from rmsnorm_cli.run import Run
+
+UNCHANGED = "unchanged"
+SMALL, FEW = 5_000, 8  # elements and rows of x: the interpreter needs a millisecond a row, and more show nothing new
+MOST = 24  # such questions of a gate, spread over its plan
+RACING = 300_000  # on a GPU the order of programs only changes where there are more rows than processors
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one mistake: does the usual test notice it, which gates object, and to what."""
+
+    name: str
+    naive: Literal["passes", "caught", "not run"]
+    caught: dict[str, dict[str, str]] = field(default_factory=dict)  # gate -> its first objection
+    asked: dict[str, int] = field(default_factory=dict)  # gate -> how many questions it needed
+    seconds: float = 0.0
+
+
+def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
+    """Run the whole catalogue, write the page of the gates, and return matrix and score."""
+    from rmsnorm_cli.exercise import gates_page
+
+    here = [fault for fault in faults.CATALOGUE if not fault.cuda_only or device.execution == "cuda"]
+    names = [UNCHANGED, *(fault.name for fault in here)]
+    rows: dict[str, Row] = {}
+    with console.progress(f"mistakes against gates ({device.execution})", len(names)) as progress:
+        for row in pool.examined(names, run.dir, settings, device):
+            rows[row.name] = row
+            run.record(dataclasses.asdict(row))
+            progress.advance(1, row.name)
+    results = [*judged(rows, device)]
+    summary = summarised(rows, device)
+    run.write("gates.md", gates_page.text(summary, settings, device))
+    return Outcome(
+        status=overall(count(results)),
+        execution=device.execution,
+        counts=count(results),
+        summary=summary,
+        tables=(table(rows, device), *missed(rows)),
+        notes=tuple(notes(summary, run)),
+        results=tuple(results),
+    )
+
+
+def examine(name: str, directory: Path, settings: "Settings", device: "Device") -> Row:
+    """Put one mistake (or UNCHANGED) to the usual test and to every gate."""
+    from rmsnorm_cli import gates
+    from rmsnorm_cli.exercise.judge import judge
+    from rmsnorm_cli.kernels import implementation
+
+    start = time.monotonic()
+    fault = None if name == UNCHANGED else faults.find(name)
+
+    def fresh() -> "Implementation":
+        """Import the kernel anew: some mistakes remember the calls before."""
+        return implementation("rowwise") if fault is None else apply.implementation(fault, directory, "rowwise")
+
+    naive: Literal["passes", "caught"] = "passes" if judge(fresh(), NAIVE, device.torch_device).ok else "caught"
+    row = Row(name, naive)
+    for gate in gates.GATES:
+        objection, row.asked[gate.NAME] = first_objection(gate, fresh(), fault, settings, device)
+        if objection is not None:
+            row.caught[gate.NAME] = objection
+    return dataclasses.replace(row, seconds=time.monotonic() - start)
+
+
+def first_objection(
+    gate: "Gate", impl: "Implementation", fault: Fault | None, settings: "Settings", device: "Device"
+) -> tuple[dict[str, str] | None, int]:
+    """Ask a gate's questions until it objects; return the objection, or None, and how many it took."""
+    asked = 0
+    for question in questions(gate, impl, fault, settings, device):
+        asked += 1
+        try:
+            results = gate.check(impl, question, device.execution, device.torch_device, DECLARED)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+            return {"case": question.id, "status": "error", "detail": f"{type(problem).__name__}: {problem}"}, asked
+        for result in results:
+            if result.status in ("failed", "error", "inconclusive"):
+                found = {"case": result.case, "status": result.status, "scope": result.scope, "detail": result.detail}
+                return found | {"hint": result.hint}, asked
+    return None, asked
+
+
+def questions(
+    gate: "Gate", impl: "Implementation", fault: Fault | None, settings: "Settings", device: "Device"
+) -> list[Any]:
+    """Return small questions that `verify` asks by default at this gate; the exposing input comes first."""
+    from rmsnorm_cli.config import Verify
+
+    as_verify = dataclasses.replace(settings, command="verify", table=Verify())
+    exposing = None if fault is None else fault.exposing
+    if isinstance(exposing, Case):
+        exposing = dataclasses.replace(exposing, seed=settings.seed)
+    planned = gate.plan(as_verify, impl, device.execution)
+    racing = device.execution == "cuda" and gate.NAME == DETERMINISM
+    small = [question for question in planned if question != exposing and is_small(question, racing)]
+    of_calls = [question for question in planned if case_of(question) is None]  # about one small call each
+    return [question for question in planned if question == exposing] + small[:: -(-len(small) // MOST) or 1] + of_calls
+
+
+def case_of(question: Any) -> Case | None:
+    """Return the Case that a question is or holds."""
+    found = getattr(question, "case", question)
+    return found if isinstance(found, Case) else None
+
+
+def is_small(question: Any, racing: bool) -> bool:
+    """Tell whether the Case of a question is small; of RACING elements, where many programs must run at once."""
+    case = case_of(question)
+    if case is None:
+        return False
+    return case.M * case.N <= RACING if racing else case.M * case.N <= SMALL and case.M <= FEW
+
+
+def judged(rows: dict[str, Row], device: "Device") -> list[CaseResult]:
+    """Return a verdict for each change: mistakes must be caught, equivalent changes and the kernel itself must not."""
+    results = [verdict(UNCHANGED, "contract", rows[UNCHANGED], should_be_caught=False, device=device)]
+    for fault in faults.CATALOGUE:
+        scope = scope_of(fault)
+        if fault.name not in rows:
+            results.append(
+                CaseResult(
+                    fault.name, device.execution, scope, "catalogue", "", fault.name, "skipped", None, fault.cuda_only
+                )
+            )
+        else:
+            results.append(verdict(fault.name, scope, rows[fault.name], not fault.equivalent, device))
+    return results
+
+
+def scope_of(fault: Fault) -> Scope:
+    """Return the scope that a mistake belongs to."""
+    scopes: dict[str, Scope] = {"forward": "forward", "dx": "dx", "dgamma": "dgamma"}
+    return scopes.get(fault.stage, "properties")
+
+
+def verdict(name: str, scope: Scope, row: Row, should_be_caught: bool, device: "Device") -> CaseResult:
+    """Return whether what had to be caught was caught, and nothing else."""
+    status: Status = "passed" if bool(row.caught) == should_be_caught else "failed"
+    by = ", ".join(row.caught) or "no gate"
+    detail = f"caught by {by}; the usual test: {row.naive}"
+    return CaseResult(name, device.execution, scope, "catalogue", "", name, status, None, detail)
+
+
+def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
+    """Return matrix and score as the run's summary holds them, for `report` and for whoever reads the JSON."""
+    from rmsnorm_cli import gates
+
+    entries: list[dict[str, Any]] = []
+    for fault in faults.CATALOGUE:
+        row = rows.get(fault.name, Row(fault.name, "not run"))
+        entries.append(
+            {
+                "name": fault.name,
+                "pass": fault.stage,
+                "naive": row.naive,
+                "caught_by": list(row.caught),
+                "expected": list(fault.expected),
+                "equivalent": fault.equivalent or None,
+                "not_run": fault.cuda_only if fault.name not in rows else None,
+                "first": row.caught,
+                "asked": row.asked,
+            }
+        )
+    mistakes = [entry for entry in entries if not entry["equivalent"] and entry["naive"] != "not run"]
+    score = {
+        "caught": sum(bool(entry["caught_by"]) for entry in mistakes),
+        "of": len(mistakes),
+        "naive": sum(entry["naive"] == "caught" for entry in mistakes),
+        "survivors": [entry["name"] for entry in mistakes if not entry["caught_by"]],
+        "elsewhere": {
+            entry["name"]: missing
+            for entry in mistakes
+            if (missing := [gate for gate in entry["expected"] if gate not in entry["caught_by"]])
+        },
+        "unchanged": rows[UNCHANGED].caught,
+    }
+    return {
+        "matrix": {"gates": [gate.NAME for gate in gates.GATES], "faults": entries, "execution": device.execution},
+        "score": score,
+    }
+
+
+def table(rows: dict[str, Row], device: "Device") -> Table:
+    """Return the matrix for people: one row for each mistake, one column for each gate."""
+    from rmsnorm_cli import gates
+
+    names = [gate.NAME for gate in gates.GATES]
+    body = []
+    for fault in faults.CATALOGUE:
+        row = rows.get(fault.name)
+        if row is None:
+            body.append((fault.name, fault.stage, "not run", *("" for _ in names)))
+            continue
+        kind = "none: equivalent" if fault.equivalent else fault.stage
+        body.append((fault.name, kind, row.naive, *("caught" if name in row.caught else "-" for name in names)))
+    columns = ("mistake", "pass", "usual test", *(name.split()[-1 if "tolerance" not in name else 0] for name in names))
+    return Table(f"which gate catches which mistake ({device.name})", columns, tuple(body))
+
+
+def missed(rows: dict[str, Row]) -> tuple[Table, ...]:
+    """Return what came out other than it should: survivors, and objections to what is right; or no table."""
+    body = []
+    right: Sequence[str] = [UNCHANGED, *(fault.name for fault in faults.CATALOGUE if fault.equivalent)]
+    for name, row in rows.items():
+        if name in right:
+            body += [
+                (name, f"no mistake, but {gate} objects", f"{o['case']}: {o['detail']}")
+                for gate, o in row.caught.items()
+            ]
+        elif not row.caught:
+            body.append((name, "survives", f"none of {sum(row.asked.values())} questions showed it"))
+    return (Table("not as it should be", ("change", "what happened", "seen"), tuple(body)),) if body else ()
+
+
+def notes(summary: dict[str, Any], run: "Run") -> list[str]:
+    """Return the score in words."""
+    score, entries = summary["score"], summary["matrix"]["faults"]
+    equivalent = [entry for entry in entries if entry["equivalent"]]
+    lines = [
+        f"score: {score['caught']} of {score['of']} mistakes caught; the usual test (64 x 4096, unit normal, gamma 1) "
+        f"catches {score['naive']}"
+    ]
+    if score["survivors"]:
+        lines.append(f"survivors: {', '.join(score['survivors'])}")
+    lines += [
+        f"{name}: not caught where it was expected, by {', '.join(by)}" for name, by in score["elsewhere"].items()
+    ]
+    lines += [f"not run here: {entry['name']}: {entry['not_run']}" for entry in entries if entry["not_run"]]
+    lines += [f"no mistake: {entry['name']}: {entry['equivalent']}" for entry in equivalent]
+    return [*lines, f"what each gate catches, as a page: {run.path('gates.md')}"]

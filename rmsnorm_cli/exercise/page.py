@@ -1,0 +1,150 @@
+"""`--fault NAME`: one mistake on one page: what it is, who notices, and the wrong value, predicted and measured."""
+
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_cli import faults
+from rmsnorm_cli.cases import Case
+from rmsnorm_cli.exercise import matrix
+from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
+from rmsnorm_cli.faults import Fault, apply
+from rmsnorm_cli.faults.examples import Example
+from rmsnorm_cli.faults.fault import NAIVE
+from rmsnorm_cli.numerics import Comparison
+from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.run import Run
+
+
+def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
+    """Show one mistake; it fails if no gate catches it, or if it does not do what algebra predicts."""
+    fault = faults.find(settings.exercise.fault)
+    for line in heading(fault):
+        console.note(line)
+    if fault.cuda_only and device.execution != "cuda":
+        return not_here(fault, device)
+    asked = {"the usual test": NAIVE, "the hiding input": fault.hiding, "the exposing input": fault.exposing}
+    seen = {
+        who: (question, judge(faults.implementation(fault.name, run.dir), question, device.torch_device))
+        for who, question in asked.items()
+        if question is not None
+    }
+    exposed = seen["the exposing input"][1]
+    with console.progress("gates", 1) as progress:
+        row = matrix.examine(fault.name, run.dir, settings, device)
+        progress.advance()
+    results = [
+        matrix.verdict(fault.name, matrix.scope_of(fault), row, not fault.equivalent, device),
+        *foreseen(fault, exposed, device),
+    ]
+    for result in results:
+        run.record(result.record())
+    return Outcome(
+        status=overall(count(results)),
+        execution=device.execution,
+        counts=count(results),
+        summary={"exercise": {"fault": fault.name, "naive": row.naive, "caught_by": row.caught, "asked": row.asked}},
+        tables=(notice_table(seen), gate_table(fault, row), *value_table(fault, exposed)),
+        notes=(*matched(fault, exposed), f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/"),
+        results=tuple(results),
+    )
+
+
+def heading(fault: Fault) -> list[str]:
+    """Return name, story, sightings and diff."""
+    lines = [f"{fault.name} ({fault.stage})", fault.story]
+    if fault.seen:
+        lines.append(
+            f"Seen in: {', '.join(fault.seen)} (on GitHub; the same kind of mistake, not always in an RMSNorm)."
+        )
+    if fault.equivalent:
+        lines.append(f"No mistake: {fault.equivalent}")
+    return [*lines, "", *apply.diff(fault).splitlines(), ""]
+
+
+def not_here(fault: Fault, device: "Device") -> Outcome:
+    """Return that this mistake needs a GPU: nothing was judged."""
+    result = CaseResult(
+        fault.name, device.execution, "properties", "catalogue", "", fault.name, "skipped", None, fault.cuda_only
+    )
+    note = f"It needs a GPU: {fault.cuda_only}."
+    return Outcome("inconclusive", device.execution, count([result]), notes=(note,), results=(result,))
+
+
+def foreseen(fault: Fault, exposed: Judged, device: "Device") -> list[CaseResult]:
+    """Return a verdict for each tensor: whether it is what algebra predicts; none where it predicts nothing."""
+    results = []
+    scopes: dict[str, Any] = {"y": "forward", "dx": "dx", "dgamma": "dgamma"}
+    if fault.predicted is not None:
+        for name, found in exposed.agreement(fault).items():
+            results.append(
+                CaseResult(
+                    fault.name, device.execution, scopes[name], "prediction", fault.exposing.dtype, fault.exposing.id,
+                    "passed" if found.ok else "failed", found.worst, found.detail,
+                )
+            )  # fmt: skip
+    return results
+
+
+def notice_table(seen: dict[str, tuple[Case | Example, Judged]]) -> Table:
+    """Return the verdict of the declared tolerance on the usual test, the hiding and the exposing input."""
+    body = tuple(
+        (who, question.id, *(cell(judged.parts[name]) for name in TENSORS)) for who, (question, judged) in seen.items()
+    )
+    caption = "by the declared tolerance; in brackets the worst error as a fraction of it"
+    return Table("who notices", ("test", "input", *TENSORS), body, caption)
+
+
+def cell(found: Comparison) -> str:
+    """Return how one tensor came out, in two words."""
+    if found.worst is None:
+        return "right" if found.ok else f"wrong: {found.detail[:60]}"
+    return f"{'right' if found.ok else 'wrong'} ({found.worst:.2g})"
+
+
+def gate_table(fault: Fault, row: matrix.Row) -> Table:
+    """Return what each gate of `verify` says."""
+    body = []
+    for gate, asked in row.asked.items():
+        objection = row.caught.get(gate)
+        said = "objects to nothing" if objection is None else f"{objection['case']}: {shortened(objection['detail'])}"
+        expected = "expected" if gate in fault.expected else ""
+        body.append((gate, "caught" if objection else "-", expected, str(asked), said))
+    return Table("gates of verify", ("gate", "verdict", "", "questions", "first objection"), tuple(body))
+
+
+def shortened(text: str, length: int = 110) -> str:
+    """Return the beginning of a text."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def value_table(fault: Fault, exposed: Judged) -> tuple[Table, ...]:
+    """Return, for each tensor that algebra predicts wrong, its most wrong element: right, predicted, measured."""
+    body = []
+    for name, wrong in exposed.predicted(fault).items():
+        right, got = getattr(exposed.want, name), getattr(exposed.got, name)
+        if got is None:
+            continue
+        distance = (wrong - right).abs() / (right.abs() + wrong.abs() + 1e-30)
+        where = int(distance.nan_to_num(nan=2.0).argmax())
+        values = (float(tensor.flatten()[where]) for tensor in (right, wrong, got))
+        index = divmod(where, right.shape[-1]) if right.dim() > 1 else (where,)
+        body.append((name, ", ".join(map(str, index)), *(f"{value:.7g}" for value in values)))
+    if not body:
+        return ()
+    columns = ("tensor", "element", "right", "wrong, predicted", "wrong, measured")
+    return (Table("the wrong value, where it is most wrong", columns, tuple(body)),)
+
+
+def matched(fault: Fault, exposed: Judged) -> list[str]:
+    """Return in words whether the prediction held for every element."""
+    if fault.predicted is None:
+        return [] if fault.equivalent else ["Algebra predicts no single wrong value for this one."]
+    found = exposed.agreement(fault)
+    worst = max((part.worst or 0.0 for part in found.values()), default=0.0)
+    if all(part.ok for part in found.values()):
+        return [f"Every element is what algebra predicts, within {worst:.2g} of the declared tolerance."]
+    return [f"{name}: not what algebra predicts: {part.detail}" for name, part in found.items() if not part.ok]
