@@ -29,6 +29,37 @@ class VerifierUntrusted(RmsnormError):
     exit_code = 3
 
 
+# What a user can cause in the kernels and on the command line, by class name: the kernels stand below this module, and
+# Typer carries its own copy of click.
+FOREIGN_EXIT_CODES = {
+    "ContractError": 2,
+    "UnknownImplementation": 2,
+    "ClickException": 2,
+    "MissingPackage": 4,
+    "KeyboardInterrupt": 130,
+    "Abort": 130,
+}
+
+
+def exit_code_of(problem: BaseException) -> int | None:
+    """Return the exit code of an exception that says something to the user, None for one that is a fault of ours."""
+    if isinstance(problem, RmsnormError):
+        return problem.exit_code
+    for kind in type(problem).__mro__:
+        if kind.__name__ in FOREIGN_EXIT_CODES:
+            return FOREIGN_EXIT_CODES[kind.__name__]
+    return EnvironmentProblem.exit_code if isinstance(problem, OSError) and problem.errno is not None else None
+
+
+def sentence(problem: BaseException) -> str:
+    """Return what an exception says, as one sentence for a user."""
+    if isinstance(problem, OSError) and problem.errno is not None:
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem.strerror)
+    if hasattr(problem, "format_message"):  # click's
+        return str(problem.format_message())
+    return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)
+
+
 class Interrupted(RmsnormError):
     """The process was asked to stop: exit 130 for SIGINT, 143 for SIGTERM."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import __version__, atomic, interrupts, liveness
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.history import (
     RESERVE,
     SCHEMA,
@@ -279,13 +279,10 @@ def close(run: Run, status: str, exit_code: int, message: str) -> None:
 
 def verdict_of(error: BaseException) -> tuple[str, int, str]:
     """Return status, exit code and message of a run that an exception ended."""
-    if isinstance(error, Interrupted):
-        return "interrupted", error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130, "interrupted"
-    if isinstance(error, RmsnormError):
-        return "error", error.exit_code, str(error)
-    return "error", RmsnormError.exit_code, f"{type(error).__name__}: {error}"
+    code = exit_code_of(error)
+    if code is None:
+        return "error", RmsnormError.exit_code, f"{type(error).__name__}: {error}"
+    return "interrupted" if code > 128 else "error", code, sentence(error)
 
 
 def rank() -> int:

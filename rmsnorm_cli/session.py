@@ -2,19 +2,19 @@
 
 import importlib
 import os
-import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rmsnorm_cli import interrupts
 from rmsnorm_cli.console import Console
-from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError
+from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome
 
 SCHEMA = 1  # of the --json document; a change of a field's meaning raises it
-INTERNAL_ERROR = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,11 @@ def execute(request: Request) -> int:
     with opened as run:
         console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
         extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}
-        outcome: Outcome = command.run(run.settings, run, console, device, **extra)
+        try:
+            outcome: Outcome = command.run(run.settings, run, console, device, **extra)
+        except BaseException as problem:
+            problem.run_dir = str(run.dir)  # type: ignore[attr-defined]
+            raise
         if request.command in ("verify", "gradcheck"):
             from rmsnorm_cli.junit import junit
 
@@ -115,77 +119,47 @@ def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str
 
 def guarded(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     """Call the command line and turn whatever it raises into one clear sentence and an exit code."""
-    _listen()
-    json = "--json" in arguments
-    command = next((word for word in arguments if not word.startswith("-")), "")
-    try:
-        returned = call()
-        return returned if isinstance(returned, int) else 0
-    except Interrupted as stop:
-        return _failed(json, command, "interrupted", [str(stop)], stop.exit_code)
-    except KeyboardInterrupt:
-        return _failed(json, command, "interrupted", ["interrupted"], 128 + signal.SIGINT)
-    except ConfigError as problem:
-        return _failed(json, command, "error", problem.problems, problem.exit_code)
-    except RmsnormError as problem:
-        return _failed(json, command, "error", [str(problem)], problem.exit_code)
-    except Exception as problem:
-        return _unforeseen(json, command, problem)
+    with interrupts.handled(_interrupt):
+        try:
+            returned = call()
+            return returned if isinstance(returned, int) else 0
+        except (Exception, KeyboardInterrupt) as problem:
+            return _failed(problem, arguments)
 
 
-def _unforeseen(json: bool, command: str, problem: Exception) -> int:
-    """Handle what has no class of ours: Typer's usage errors (2), a user's mistakes in kernels (2, 4), and bugs (3)."""
-    kinds = {kind.__name__ for kind in type(problem).__mro__}
-    if "ClickException" in kinds:  # Typer carries its own copy of click, so the class has no public name
-        return _failed(json, command, "error", [problem.format_message()], 2)  # type: ignore[attr-defined]
-    if "Abort" in kinds:
-        return _failed(json, command, "interrupted", ["interrupted"], 128 + signal.SIGINT)
-    code = {"UnknownImplementation": 2, "ContractError": 2, "MissingPackage": 4}
-    for name, value in code.items():
-        if name in kinds:
-            return _failed(json, command, "error", [str(problem)], value)
-    if isinstance(problem, OSError) and problem.errno is not None:
-        what = f"{problem.filename}: " if problem.filename else ""
-        return _failed(json, command, "error", [f"{what}{problem.strerror}"], 4)
-    import traceback
-
-    where = traceback.extract_tb(problem.__traceback__)[-1]
-    lines = [
-        f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
-        "this is a fault of rmsnorm itself; RMSNORM_TRACEBACK=1 in the environment shows where",
-    ]
-    if os.environ.get("RMSNORM_TRACEBACK") == "1":
-        traceback.print_exc()
-    return _failed(json, command, "error", lines, INTERNAL_ERROR)
+def _interrupt(number: int, frame: object) -> None:
+    """Let every `finally` run, and the exit code say which signal it was."""
+    raise Interrupted(number)
 
 
-def _failed(json: bool, command: str, status: str, problems: Sequence[str], code: int) -> int:
-    console = Console(json=json)
+def _failed(problem: BaseException, arguments: Sequence[str]) -> int:
+    code = exit_code_of(problem)
+    problems = problem.problems if isinstance(problem, ConfigError) else [sentence(problem)]
+    if code is None:  # a fault of ours
+        code = RmsnormError.exit_code
+        where = traceback.extract_tb(problem.__traceback__)[-1]
+        problems = [
+            f"internal error: {type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})",
+            "this is a fault of rmsnorm itself; RMSNORM_TRACEBACK=1 in the environment shows where",
+        ]
+        if os.environ.get("RMSNORM_TRACEBACK") == "1":
+            traceback.print_exception(problem)
+    console = Console(json="--json" in arguments)
     console.error("\n".join(problems))
+    run_dir = getattr(problem, "run_dir", None)
+    if run_dir:
+        console.warn(f"the run directory says how far it came: {run_dir}")
     console.document(
         {
             "schema": SCHEMA,
-            "command": command,
-            "status": status,
+            "command": next((word for word in arguments if not word.startswith("-")), ""),
+            "status": "interrupted" if code > 128 else "error",
             "execution": None,
             "exit_code": code,
-            "run_dir": None,
+            "run_dir": run_dir,
             "counts": {},
             "environment": {},
-            "errors": list(problems),
+            "errors": problems,
         }
     )
     return code
-
-
-def _listen() -> None:
-    """Turn SIGTERM and SIGINT into Interrupted, so that every `finally` runs and the exit code says which it was."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Interrupted(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        try:
-            signal.signal(number, stop)
-        except ValueError:  # not the main thread: the embedding program keeps its own handlers
-            return
