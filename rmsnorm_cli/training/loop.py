@@ -207,6 +207,8 @@ class Training:
         if self.twin:
             self.twin.draws.set_state(saved["twin"])
         self.history = saved["history"].tolist()
+        if len(self.history) != self.step:
+            raise ValueError(f"{len(self.history)} steps are recorded and {self.step} were made")
         self.landmarks = dict(saved["landmarks"])
         own = saved["ranks"][self.ground.ranks.rank]
         self.counted = copy.deepcopy(own["counted"])

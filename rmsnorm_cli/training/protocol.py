@@ -185,16 +185,23 @@ def test_error64(
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Ask PyTorch for the same bits every time and for full fp32 products; give generators and settings back after."""
+    """Ask PyTorch for the same bits every time and for full fp32 products; give generators and settings back after.
+
+    On a CPU one thread computes: the order of a sum does not depend on how many cores this machine has, and products
+    as small as these are ten times slower when threads wait for each other (2 busy cores, 2026-11-29).
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     gpus: Sequence[torch.device] = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.use_deterministic_algorithms(True, warn_only=True)  # a foreign norm may have no deterministic form
         torch.set_float32_matmul_precision("highest")
+        if device.type == "cpu":
+            torch.set_num_threads(1)
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads(threads)

@@ -43,6 +43,7 @@ class Verdicts:
 
     def results(self) -> Iterator[CaseResult]:
         """Judge every optimizer by every gate."""
+        torch.manual_seed(self.ground.settings.run.seed)  # a norm that draws is judged alike after a resume
         yield from self.first_steps()
         for optimizer in self.ground.settings.train.optimizers:
             yield from self.calls(optimizer)
