@@ -1,0 +1,122 @@
+"""The catalogue is what it says: mistakes that apply to today's source, told fully, shown by inputs `verify` asks."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rmsnorm_cli import config, faults, gates
+from rmsnorm_cli.cases import Case
+from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.faults import CATALOGUE, Change, FaultNotApplicable, apply
+from rmsnorm_cli.faults.fault import BUDGET, DECLARED, FIT, STAGES
+from rmsnorm_cli.kernels import implementation
+
+MISTAKES = [fault for fault in CATALOGUE if not fault.equivalent]
+EQUIVALENT = [fault for fault in CATALOGUE if fault.equivalent]
+
+
+def by_name(fault):
+    return fault.name
+
+
+def verify_settings() -> config.Settings:
+    settings = config.load("exercise")
+    return dataclasses.replace(settings, command="verify", table=config.Verify())
+
+
+def test_there_are_at_least_forty_mistakes_in_every_pass():
+    passes = Counter(fault.stage for fault in MISTAKES)
+    assert len(MISTAKES) >= 40
+    assert set(passes) == set(STAGES)
+    assert min(passes.values()) >= 5
+
+
+def test_names_are_words_and_no_two_are_equal():
+    names = [fault.name for fault in CATALOGUE]
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)]
+
+
+@pytest.mark.parametrize("fault", CATALOGUE, ids=by_name)
+def test_a_mistake_is_told_in_sentences_with_its_gate_and_its_sightings(fault):
+    assert 2 <= len(re.findall(r"\.\)?(?: |$)", fault.story)) <= 4, "two sentences, or a few"
+    assert not [sighting for sighting in fault.seen if not re.fullmatch(r"[\w.-]+/[\w.-]+ #\d+", sighting)]
+    if fault.equivalent:
+        assert not fault.expected
+        assert len(fault.equivalent) > 40, "an equivalent change is argued, not only named"
+    else:
+        assert fault.expected, "a mistake says which gate must catch it"
+
+
+def test_every_expected_gate_exists():
+    named = {gate for fault in CATALOGUE for gate in fault.expected}
+    assert named <= {gate.NAME for gate in gates.GATES} | {BUDGET, FIT}
+
+
+@pytest.mark.parametrize("fault", CATALOGUE, ids=by_name)
+def test_a_mistake_applies_to_the_source_as_it_is_today(fault):
+    """If this fails the kernel has changed: write the expression of the mistake anew."""
+    before = apply.original(fault)
+    after = fault.applied(before)
+    assert after != before
+    ast.parse(after)
+    changed = [line for line in apply.diff(fault).splitlines() if re.match(r"[+-](?![+-])", line)]
+    assert 1 <= len(changed) <= 20, "a mistake is a small change"
+
+
+def test_a_source_that_has_moved_on_is_refused_with_the_mistake_s_name():
+    fault = faults.find("divide-by-block")
+    source = apply.original(fault)
+    for broken in (source.replace("/ N", "/N"), source + source):
+        with pytest.raises(FaultNotApplicable, match=r"divide-by-block: rowwise\.py holds .* times, expected 1"):
+            fault.applied(broken)
+
+
+def test_several_changes_of_one_mistake_are_all_made():
+    fault = dataclasses.replace(MISTAKES[0], changes=(Change("a", "b", times=2), Change("c", "d")))
+    assert fault.applied("a a c") == "b b d"
+    with pytest.raises(FaultNotApplicable):
+        fault.applied("a a")
+
+
+def test_inputs_that_show_a_mistake_are_among_those_that_verify_asks():
+    """Otherwise the score would speak for inputs that nobody's kernel is ever asked."""
+    asked = gates.declared.plan(verify_settings(), implementation("rowwise"), "interpreter")
+    exposing = [(f.name, f.exposing) for f in MISTAKES if {DECLARED, BUDGET} & set(f.expected)]
+    asked_of = [case for case in asked if isinstance(case, Case)]
+    assert len(exposing) > 50
+    assert not [(name, case.id) for name, case in exposing if case not in asked_of and case.layout == "contiguous"]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="did you mean divide-by-block"):
+        faults.find("divide-by-blocks")
+
+
+def test_source_and_diff_are_written_and_the_source_is_imported_from_there(tmp_path: Path):
+    fault = faults.find("divide-by-block")
+    impl = faults.implementation(fault.name, tmp_path)
+    folder = tmp_path / "faults" / fault.name
+    assert impl.name == fault.name
+    assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "rowwise.py"]
+    assert "/ BLOCK" in (folder / "rowwise.py").read_text()
+    assert "+    mean_square = tl.sum(x * x, axis=0) / BLOCK" in (folder / "change.diff").read_text()
+    module = apply.load(folder / "rowwise.py")
+    assert Path(module.__file__) == folder / "rowwise.py"
+    assert module.__name__ != apply.load(folder / "rowwise.py").__name__, "a second import starts afresh"
+
+
+def test_the_catalogue_can_be_listed_without_torch():
+    code = (
+        "from rmsnorm_cli.commands import exercise; from rmsnorm_cli import config; import sys;"
+        "outcome = exercise.listing(config.load('exercise'));"
+        "assert 'divide-by-block' in [row[0] for row in outcome.tables[0].rows];"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
