@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Tolerances = Mapping[str, Tolerance]
+CRASHES = {
+    "OutOfMemoryError", "MemoryError", "AcceleratorError", "FailOnRecompileLimitHit",
+    "ForeignFailure",  # the process of a foreign implementation crashed or hung
+}  # fmt: skip
 NUMERIC: tuple[Scope, ...] = ("forward", "dx", "dgamma")
 
 
@@ -155,7 +159,7 @@ def classified(impl: "Implementation", problem: Exception) -> Problem:
     text = " ".join(str(problem).split()) or "no message"
     text = f"{type(problem).__name__}: {text[:300]}"
     kinds = {kind.__name__ for kind in type(problem).__mro__}
-    if kinds & {"OutOfMemoryError", "MemoryError", "AcceleratorError", "FailOnRecompileLimitHit"}:
+    if kinds & CRASHES:
         return Problem("error", text)
     if "CUDA error" in text or "device-side assert" in text:
         return Problem("error", text)

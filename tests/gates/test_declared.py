@@ -7,6 +7,7 @@ import torch
 
 from rmsnorm_cli import cases
 from rmsnorm_cli.gates import candidates, declared, hypotheses
+from rmsnorm_cli.kernels.foreign import ForeignRefused, ForeignTimeout
 from rmsnorm_cli.layouts import Inputs
 from rmsnorm_cli.tolerances import DECLARED
 
@@ -99,6 +100,8 @@ def raising(kind, text="no"):
         (raising(ValueError), True, "failed"),
         (raising(MemoryError), False, "error"),
         (raising(torch.OutOfMemoryError), False, "error"),
+        (raising(ForeignTimeout), False, "error"),
+        (raising(ForeignRefused), False, "refused"),
         (raising(RuntimeError, "CUDA error: an illegal memory access"), False, "error"),
         (lambda x, gamma, eps: None, False, "failed"),
         (candidates.cut_off, False, "failed"),
