@@ -128,8 +128,7 @@ def value_table(fault: Fault, exposed: Judged) -> tuple[Table, ...]:
         right, got = getattr(exposed.want, name), getattr(exposed.got, name)
         if got is None:
             continue
-        distance = (wrong - right).abs() / (right.abs() + wrong.abs() + 1e-30)
-        where = int(distance.nan_to_num(nan=2.0).argmax())
+        where = int((wrong - right).abs().nan_to_num(nan=float("inf")).argmax())
         values = (float(tensor.flatten()[where]) for tensor in (right, wrong, got))
         index = divmod(where, right.shape[-1]) if right.dim() > 1 else (where,)
         body.append((name, ", ".join(map(str, index)), *(f"{value:.7g}" for value in values)))

@@ -35,8 +35,8 @@ FAULTS = (
     Fault(
         name="x-padding-of-ones-in-backward",
         stage="dx",
-        story="The padding lanes of x are loaded as 1 in the backward, where x̂ enters a mean. In the forward the same change "
-        "is a mistake.",
+        story="The padding lanes of x are loaded as 1 in the backward, where x̂ enters a mean. In the forward the "
+        "same change is a mistake.",
         changes=(
             Change(
                 "x = tl.load(x_ptr + cells, mask=valid, other=0.0).to(tl.float32)",

@@ -55,8 +55,8 @@ FAULTS = (
     Fault(
         name="odd-row-not-differentiated",
         stage="memory",
-        story="The backward is launched for pairs of rows and their number is rounded down. An odd last row gets no dx, and "
-        "its part of dgamma is read from memory that nobody wrote.",
+        story="The backward is launched for pairs of rows and their number is rounded down. An odd last row gets no "
+        "dx, and its part of dgamma is read from memory that nobody wrote.",
         changes=(Change("backward_kernel[(M,)](", "backward_kernel[(M // 2 * 2,)]("),),
         exposing=rows(),
         hiding=rows(M=64),

@@ -1,0 +1,295 @@
+"""`rmsnorm exercise`: predictions read and compared, the changed kernel really run, the matrix scored and written."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rmsnorm_cli import config, environment, faults, gates
+from rmsnorm_cli.commands import exercise
+from rmsnorm_cli.console import Console
+from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.exercise import gates_page, lesson, matrix, pool, questions
+from rmsnorm_cli.exercise.matrix import UNCHANGED, Row
+from rmsnorm_cli.run import open_run
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = environment.Device("auto", "cuda" if ON_GPU else "interpreter", "cuda:0" if ON_GPU else "cpu", "test device")
+RIGHT = ("sum=257", "mean=257/512", "denominator=too small", "output=1.41", "at256=1", "mended=no")
+
+
+def settings(folder: Path, **options: Any) -> config.Settings:
+    given = {"run.dir": str(folder), **{f"exercise.{key}": value for key, value in options.items()}}
+    return config.load("exercise", options=given)
+
+
+def perform(folder: Path, console: Console | None = None, **options: Any):
+    """Run the command in a run directory of its own; return the outcome and that directory."""
+    chosen = settings(folder, **options)
+    with open_run(chosen, ["rmsnorm", "exercise"], DEVICE, {}) as run:
+        outcome = exercise.run(chosen, run, console or Console(quiet=True), DEVICE)
+        run.finish(outcome)
+    return outcome, run.dir
+
+
+# --- the lesson -------------------------------------------------------------------------------------------------------
+
+
+def test_the_lesson_measures_what_arithmetic_gives(tmp_path):
+    """257 ones: mean 257/512, denominator 0.708487, y 1.411458 instead of 0.9999995; at 256 nothing shows."""
+    outcome, folder = perform(tmp_path, predict=list(RIGHT))
+    forward, backward, noticed = (table.rows for table in outcome.tables)
+    by_hand = {row[0]: row[2:] for row in forward}
+    assert outcome.status == "passed"
+    assert by_hand["sum of squares"] == ("257", "257", "257")
+    assert by_hand["mean square"][:2] == ("0.501953125", "0.5019531")
+    assert by_hand["sqrt(mean + eps)"][:2] == ("0.708487: small", "0.708487: small")
+    assert by_hand["y"] == ("1.411458", "1.411458", "0.9999995")
+    assert by_hand["y at N = 256"] == ("0.9999995", "0.9999995", "0.9999995")
+    mended = {row[0]: row for row in backward}["the backward's: forward mended"]
+    assert mended[1:3] == ("0.9999995", "0.9999995"), "with the forward mended y is right"
+    assert mended[3][:5] == mended[4][:5] == "0.498", "and dx is not"
+    assert [row[2].split()[0] for row in noticed] == ["passes", "passes", "fails"]
+    assert (folder / "faults" / "divide-by-block" / "rowwise.py").exists()
+    assert (folder / "faults" / "backward-divides-by-block" / "change.diff").exists()
+
+
+def test_every_prediction_is_laid_beside_arithmetic(tmp_path):
+    outcome, _ = perform(tmp_path, predict=list(RIGHT))
+    told = outcome.summary["exercise"]["predictions"]
+    assert [entry["verdict"] for entry in told.values()] == ["right"] * 6
+    assert "Predictions: 6 of 6 as arithmetic has it." in outcome.notes
+
+
+def test_a_wrong_prediction_is_shown_and_is_no_failure(tmp_path):
+    outcome, _ = perform(tmp_path, predict=["output=0.7", "mended=yes"])
+    told = outcome.summary["exercise"]["predictions"]
+    assert outcome.exit_code == 0
+    assert told["output"]["verdict"] == told["mended"]["verdict"] == "not so"
+    assert told["sum"]["verdict"] == "not predicted"
+    assert any("output: you said 0.7, it is 1.411458." in note for note in outcome.notes)
+
+
+def test_without_a_prediction_the_lesson_runs_and_says_how_to_make_one(tmp_path):
+    outcome, _ = perform(tmp_path)
+    assert outcome.status == "passed"
+    assert any("rmsnorm exercise --predict sum=...,mean=..." in note for note in outcome.notes)
+
+
+def test_a_measurement_that_arithmetic_does_not_explain_fails(tmp_path, monkeypatch):
+    """The command vouches for the kernel, not for the reader: a kernel that does something else is a failure."""
+    honest = lesson.launch
+
+    def launch(name, n, *rest):
+        seen = honest(name, n, *rest)
+        return lesson.Seen(seen.rstd, seen.y * 1.0001, seen.dx) if name == lesson.BOTH else seen
+
+    monkeypatch.setattr(lesson, "launch", launch)
+    outcome, _ = perform(tmp_path)
+    assert outcome.status == "failed"
+    assert {result.impl for result in outcome.results if result.status == "failed"} == {"both-divide-by-block"}
+
+
+def test_arithmetic_follows_eps():
+    assert lesson.arithmetic(3.0)["at256"] == 0.5
+    assert lesson.expected(lesson.RIGHT, 257, 3.0).dx == 0.375  # ½ · (1 − ½ · ½)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_read_as_numbers_fractions_and_words():
+    found = questions.read_predictions(["mean = 257/512", "sum=2.57e2", "denominator=Smaller", "mended=n"])
+    assert found == {"mean": 257 / 512, "sum": 257.0, "denominator": "small", "mended": "no"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("outptu=1", "did you mean output"),
+        ("output", "expected KEY=VALUE"),
+        ("mean=half", "expected a number"),
+        ("mean=1/0", "expected a number"),
+        ("denominator=1", "expected small or large"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_told_with_what_is_expected(entry, said):
+    with pytest.raises(ConfigError, match=said):
+        questions.read_predictions([entry])
+
+
+def test_all_unreadable_answers_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        questions.read_predictions(["a=1", "mean=x", "sum=1", "sum=2"])
+    assert len(caught.value.problems) == 3
+
+
+def test_a_terminal_is_asked_until_it_answers_or_skips(capsys):
+    """Not a number: asked again. An empty line: skipped. The end of the input: nothing more is asked."""
+    lines = iter(["many\n", "257\n", "\n", "large\n", ""])
+    answers = questions.ask(Console(), {"output": 1.0}, lambda: next(lines))
+    assert answers == {"output": 1.0, "sum": 257.0, "denominator": "large"}
+    assert "'many' is not a number" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_input", "json", "asked"),
+    [(True, False, False, True), (False, False, False, False), (True, True, False, False), (True, False, True, False)],
+)
+def test_nobody_is_asked_without_a_terminal_or_beside_json(monkeypatch, terminal, no_input, json, asked):
+    console = Console(json=json)
+    console.terminal = terminal
+    stdin = io.StringIO()
+    stdin.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert questions.can_ask(console, no_input) is asked
+
+
+# --- one mistake ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_mistake_shows_both_tests_and_the_predicted_value(tmp_path, capsys):
+    outcome, _ = perform(tmp_path, Console(), fault="backward-divides-by-block")
+    who, by_gate, values = outcome.tables
+    assert outcome.status == "passed"
+    assert [row[3].split()[0] for row in who.rows] == ["right", "right", "wrong"]
+    assert {row[0]: row[1] for row in by_gate.rows}["declared tolerance"] == "caught"
+    (value,) = values.rows
+    assert float(value[3]) == pytest.approx(float(value[4]), rel=1e-5)
+    assert abs(float(value[2]) - float(value[3])) > 0.1
+    assert "+        mean_ux_hat = tl.sum(u * x_hat, axis=0) / BLOCK" in capsys.readouterr().out
+
+
+def test_a_mistake_that_does_something_else_than_predicted_fails(tmp_path, monkeypatch):
+    real = faults.find("gamma-ignored")
+    wrong = faults.fault.Fault(**{**vars(real), "predicted": lambda t: {"y": t.xhat * 2}})
+    monkeypatch.setattr(faults, "CATALOGUE", (wrong,))
+    outcome, _ = perform(tmp_path, fault="gamma-ignored")
+    assert outcome.status == "failed"
+    assert any(note.startswith("y: not what algebra predicts") for note in outcome.notes)
+
+
+def test_an_equivalent_change_passes_because_nobody_objects(tmp_path):
+    outcome, _ = perform(tmp_path, fault="gamma-padding-of-ones")
+    assert outcome.status == "passed"
+    assert "caught by no gate" in outcome.results[0].detail
+
+
+@pytest.mark.skipif(ON_GPU, reason="it runs on a GPU")
+def test_a_mistake_that_needs_a_gpu_is_not_judged_without_one(tmp_path):
+    outcome, _ = perform(tmp_path, fault="atomic-sum")
+    assert outcome.status == "inconclusive"
+    assert "It needs a GPU: the interpreter runs programs one after the other" in outcome.notes[0]
+
+
+# --- all mistakes -----------------------------------------------------------------------------------------------------
+
+
+def rows(**changed: Row) -> list[Row]:
+    """Return what a perfect run of the catalogue gives, with some rows replaced."""
+    found = []
+    for name in [UNCHANGED, *(fault.name for fault in faults.CATALOGUE if not fault.cuda_only)]:
+        innocent = name == UNCHANGED or faults.find(name).equivalent
+        caught = (
+            {} if innocent else {"declared tolerance": {"case": "c", "status": "failed", "detail": "d", "hint": ""}}
+        )
+        found.append(changed.get(name.replace("-", "_"), Row(name, "passes", caught, {"declared tolerance": 1})))
+    return found
+
+
+def scored(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(pool, "examined", lambda *arguments: iter(found))
+    return perform(tmp_path, all=True)
+
+
+def test_all_caught_and_nothing_else_is_a_score_of_everything(tmp_path, monkeypatch):
+    outcome, folder = scored(tmp_path, monkeypatch, rows())
+    score = outcome.summary["score"]
+    assert outcome.status == "passed"
+    assert score["caught"] == score["of"] == sum(not f.equivalent and not f.cuda_only for f in faults.CATALOGUE)
+    assert score["naive"] == 0
+    entries = outcome.summary["matrix"]["faults"]
+    assert {"name", "pass", "naive", "caught_by", "expected", "equivalent"} <= set(entries[0])
+    assert len(entries) == len(faults.CATALOGUE)
+    assert json.loads((folder / "run.json").read_text())["summary"]["score"]["of"] == score["of"]
+    assert f"**{score['of']} of {score['of']} mistakes are caught." in (folder / "gates.md").read_text()
+
+
+def test_a_survivor_is_named_and_fails_the_run(tmp_path, monkeypatch):
+    outcome, folder = scored(tmp_path, monkeypatch, rows(eps_forgotten=Row("eps-forgotten", "passes")))
+    assert outcome.status == "failed"
+    assert outcome.summary["score"]["survivors"] == ["eps-forgotten"]
+    assert any(note.startswith("survivors: eps-forgotten") for note in outcome.notes)
+    assert "Survivors: eps-forgotten." in (folder / "gates.md").read_text()
+
+
+@pytest.mark.parametrize("name", [UNCHANGED, "row-offset-in-32-bits"])
+def test_an_objection_to_what_is_right_fails_the_run(tmp_path, monkeypatch, name):
+    """A false alarm discredits every catch, so it is a failure and not a point."""
+    false = Row(name, "passes", {"memory": {"case": "c", "status": "failed", "detail": "d", "hint": ""}})
+    outcome, _ = scored(tmp_path, monkeypatch, rows(**{name.replace("-", "_"): false}))
+    assert outcome.status == "failed"
+    assert outcome.tables[1].rows == ((name, "no mistake, but memory objects", "c: d"),)
+
+
+def test_a_mistake_caught_elsewhere_than_expected_is_told(tmp_path, monkeypatch):
+    elsewhere = Row("dx-over-dy", "passes", {"autograd": {"case": "c", "status": "failed", "detail": "d", "hint": ""}})
+    outcome, _ = scored(tmp_path, monkeypatch, rows(dx_over_dy=elsewhere))
+    assert outcome.status == "passed"
+    assert outcome.summary["score"]["elsewhere"]["dx-over-dy"] == ["memory"]
+
+
+def test_a_mistake_meets_every_gate_until_each_objects(tmp_path):
+    """Early stop within a gate, none across gates; the usual test passes what verify catches."""
+    row = matrix.examine("divide-by-block", tmp_path, settings(tmp_path), DEVICE)
+    assert row.naive == "passes"
+    assert set(row.asked) == {gate.NAME for gate in gates.GATES}
+    assert "declared tolerance" in row.caught
+    assert row.asked["declared tolerance"] == 1, "its exposing input is asked first"
+    assert "memory" not in row.caught
+
+
+def test_the_unchanged_kernel_is_objected_to_by_no_gate(tmp_path):
+    assert matrix.examine(UNCHANGED, tmp_path, settings(tmp_path), DEVICE).caught == {}
+
+
+def test_the_processes_of_the_pool_return_the_rows(tmp_path):
+    found = list(pool.examined(["gamma-ignored"], tmp_path, settings(tmp_path), DEVICE))
+    assert [(row.name, row.naive, "declared tolerance" in row.caught) for row in found] == [
+        ("gamma-ignored", "passes", True)
+    ]
+
+
+def test_the_page_of_the_gates_has_a_row_for_each_mistake(tmp_path):
+    summary = matrix.summarised({row.name: row for row in rows()}, DEVICE)
+    text = gates_page.text(summary, settings(tmp_path), DEVICE)
+    for fault in faults.CATALOGUE:
+        assert f"`{fault.name}`" in text
+    assert "Written by `rmsnorm exercise --all`" in text
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exercise.fault": "divide-by-blok"}, "did you mean divide-by-block"),
+        ({"run.impl": ["torch"]}, "expected rowwise"),
+        ({"exercise.all": True, "exercise.predict": ["sum=1"]}, "only the default exercise asks"),
+    ],
+)
+def test_what_the_command_cannot_do_is_refused_before_anything_runs(options, said):
+    with pytest.raises(ConfigError, match=said):
+        exercise.plan(config.load("exercise", options=options))
+
+
+def test_the_list_has_every_mistake_with_its_inputs(tmp_path):
+    outcome = exercise.listing(settings(tmp_path))
+    names = [row[0] for row in outcome.tables[0].rows]
+    assert names == [fault.name for fault in faults.CATALOGUE]
+    assert outcome.exit_code == 0
+    assert outcome.summary["faults"][0]["changes"][0]["before"]
