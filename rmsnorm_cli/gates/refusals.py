@@ -20,12 +20,16 @@ M, N = 3, 8
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call. `eps`, `x` and `gamma` may be anything, also what no implementation takes."""
+    """The arguments of one call. `eps`, `x` and `gamma` may be anything, also what no implementation takes.
+
+    With `dy` it is the backward launcher that is called: autograd itself checks what it hands to a backward.
+    """
 
     x: Any
     gamma: Any
     eps: Any = 1e-6
     grad: bool = True
+    dy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,14 @@ class ContractQuestion:
 def questions(name: str, cuda: bool) -> list[ContractQuestion]:
     """Return what is asked of `rowwise`, of `fused`, or of any other implementation."""
     if name == "rowwise":
-        asked = [*_expect("refuse", _SENSELESS), *_expect("refuse", _ROWWISE_LIMITS), *_expect("work", _EDGES)]
+        asked = [*_expect("refuse", _SENSELESS + _ROWWISE_LIMITS + _GRADIENTS), *_expect("work", _EDGES)]
     elif name == "fused":
         asked = [*_expect("refuse", _SENSELESS), *_expect("work", _EDGES), *_expect("work", _FREEDOMS)]
     else:
         asked = [question for question in _expect("refuse", _SENSELESS) if question.id in _ASKED_OF_ANYONE]
         asked += [*_expect("work", _EDGES[:3]), *_expect("work", _FREEDOMS[:6]), *_expect("either", _EMPTY_ROWS)]
-    return asked + (_expect("refuse", _OTHER_DEVICE) if cuda else [])
+    elsewhere = _OTHER_DEVICE[: 2 if name in ("rowwise", "fused") else 1]
+    return asked + (_expect("refuse", elsewhere) if cuda else [])
 
 
 def _expect(expect: Expected, table: "list[ContractQuestion]") -> list[ContractQuestion]:
@@ -73,7 +78,8 @@ def _ask(
     def make(device: str) -> Call:
         plain_x = values(M, N, dtype=dtype, device=device)
         plain_gamma = values(N, dtype=dtype, device=device)
-        return Call(x(device) if x else plain_x, gamma(device) if gamma else plain_gamma, **more)
+        given = {name: value(device) if callable(value) else value for name, value in more.items()}
+        return Call(x(device) if x else plain_x, gamma(device) if gamma else plain_gamma, **given)
 
     return ContractQuestion(id, dtype, about, "refuse", make)
 
@@ -99,7 +105,10 @@ def _zeros(rows: int, columns: int) -> Callable[[str], Tensor]:
 
 
 _EMPTY_ROWS = [_ask("x of no columns", "x", _shaped(M, 0), _shaped(0))]
-_OTHER_DEVICE = [_ask("gamma on the CPU beside x on a GPU", "gamma", gamma=lambda _: values(N))]
+_OTHER_DEVICE = [  # the second is a Triton kernel's: compiled, it has no CPU
+    _ask("gamma on the CPU beside x on a GPU", "gamma", gamma=lambda _: values(N)),
+    _ask("x and gamma on the CPU of a GPU machine", "x", lambda _: values(M, N), lambda _: values(N)),
+]
 _ASKED_OF_ANYONE = ("gamma one too short", "gamma one too long", "gamma on the meta device")
 
 # No implementation can give these a meaning.
@@ -149,6 +158,14 @@ _ROWWISE_LIMITS = [
         dtype="float16", grad=False,
     ),
 ]  # fmt: skip
+
+# What `rowwise`'s backward launcher is never given by autograd, and must not take from anyone else either.
+_GRADIENTS = [
+    _ask("dy one column too wide", "dy", dy=_shaped(M, N + 1)),
+    _ask("dy float16 beside x float32", "dy", dy=_shaped(M, N, dtype="float16")),
+    _ask("dy on the meta device", "dy", dy=lambda _: torch.empty(M, N, device="meta")),
+    _ask("dy transposed", "dy", dy=_placed("transposed_heads", M, N)),
+]
 
 # At the edge of what everybody should do, and right.
 _EDGES = [

@@ -12,7 +12,7 @@ import torch
 from rmsnorm_cli import cases
 from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.gate import Asked, Tolerances, answer, classified, device_type, inside
-from rmsnorm_cli.gates.graphs import CHECKS, Wire
+from rmsnorm_cli.gates.graphs import CHECKS, OF_OURS, ON_GPU, Wire
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def check(
         return [asked.verdict("properties", "failed", "autograd returned no gradient")]
     rstd = cases.oracle(inputs, case.eps, impl.rounding).rstd
     wire = Wire(impl, inputs, case.eps, got.y, got.dx, got.dgamma, rstd, tolerances[case.dtype])
-    return [_judged(asked, name, ask, wire) for name, ask in CHECKS.items()]
+    graphs = CHECKS | (OF_OURS if impl.ours else {}) | (ON_GPU if inputs.x.is_cuda else {})
+    return [_judged(asked, name, ask, wire) for name, ask in graphs.items()]
 
 
 def _judged(asked: Asked, name: str, ask: Callable[[Wire], str], wire: Wire) -> CaseResult:

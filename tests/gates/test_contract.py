@@ -1,7 +1,5 @@
 """Claims about the contract gate: refusals in time and by name, odd but right calls that work, honest foreigners."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def test_rowwise_keeps_its_contract(ask, rowwise, name):
 
 def test_rowwise_is_asked_every_refusal_of_its_table():
     refused = [question for question in ROWWISE.values() if question.expect == "refuse"]
-    assert {question.about for question in refused} == {"x", "gamma", "eps"}
+    assert {question.about for question in refused} == {"x", "gamma", "eps", "dy"}
     for word in ("4097 columns", "4097 rows", "bfloat16", "float64", "NaN", "bool", "strided", "transposed", "meta"):
         assert any(word in question.id for question in refused), word
 
@@ -140,6 +138,11 @@ def test_a_foreign_refusal_of_an_odd_call_is_reported_as_one(ask, impl):
 def test_every_question_makes_its_call_on_the_device(device):
     for question in (*ROWWISE.values(), *FUSED.values(), *ANYONE.values()):
         call = question.make(device)
-        assert isinstance(call, SimpleNamespace) or hasattr(call, "eps")
-        if isinstance(call.x, torch.Tensor):
-            assert str(call.x.device) == str(torch.device(device))
+        tensors = [value for value in (call.x, call.gamma, call.dy) if isinstance(value, torch.Tensor)]
+        assert {value.device.type for value in tensors} <= {torch.device(device).type, "meta"}
+
+
+def test_on_a_gpu_tensors_left_on_the_cpu_are_asked_about_too():
+    more = {question.id for question in questions("rowwise", cuda=True)} - set(ROWWISE)
+    assert more == {"gamma on the CPU beside x on a GPU", "x and gamma on the CPU of a GPU machine"}
+    assert len(questions("torch", cuda=True)) == len(ANYONE) + 1

@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from rmsnorm_cli.gates import candidates, wiring
 from rmsnorm_cli.gates.candidates import RIGHT
-from rmsnorm_cli.gates.graphs import CHECKS
+from rmsnorm_cli.gates.graphs import CHECKS, OF_OURS, ON_GPU
 from rmsnorm_cli.kernels.autograd import count
 
 
@@ -20,13 +20,23 @@ def failing(results):
 
 def test_rowwise_is_wired_right(ask, rowwise, small):
     found = ask(wiring, rowwise, small(shape=(3, 33)), "interpreter")
-    assert verdicts(found) == dict.fromkeys(CHECKS, "passed")
+    assert verdicts(found) == dict.fromkeys(
+        [*CHECKS, *OF_OURS, *(ON_GPU if torch.cuda.is_available() else ())], "passed"
+    )
 
 
 @pytest.mark.parametrize("norm", [candidates.eager, candidates.native, RIGHT.norm()], ids=["eager", "native", "parts"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_right_candidates_are_wired_right(ask, impl, small, norm, dtype):
-    assert verdicts(ask(wiring, impl(norm), small(dtype=dtype))) == dict.fromkeys(CHECKS, "passed")
+    found = verdicts(ask(wiring, impl(norm), small(dtype=dtype)))
+    assert {name: found[name] for name in CHECKS} == dict.fromkeys(CHECKS, "passed")
+
+
+def test_graphs_that_cannot_fail_here_are_not_asked(ask, impl, small):
+    """Of a foreign implementation there is no counter to read, and without a GPU there is no stream."""
+    found = verdicts(ask(wiring, impl(candidates.eager), small()))
+    assert "what was asked for ran" not in found
+    assert ("side stream" in found) == torch.cuda.is_available()
 
 
 def gradients(x, gamma, eps, dy):
@@ -157,7 +167,7 @@ def test_each_graph_is_wrong_for_some_faulty_wiring(ask, impl, small, graph):
 
 
 def test_every_graph_but_the_gpus_own_has_a_faulty_wiring():
-    assert set(BROKEN) == set(CHECKS) - {"side stream"}
+    assert set(BROKEN) == {*CHECKS, *OF_OURS}
 
 
 def test_a_dy_changed_in_place_is_seen_by_who_keeps_it(ask, impl, small):
