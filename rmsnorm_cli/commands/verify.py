@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.kernels import Implementation
     from rmsnorm_cli.run import Run
 
+PATIENCE = 3  # a process that dies at each question costs seconds every time
 SHOWN = 3  # failures of one scope and gate that are printed; all of them are in metrics.jsonl and junit.xml
 EVIDENCE = {
     "cuda": "on this GPU, at these shapes and dtypes",
@@ -94,25 +95,38 @@ def held(name: str, settings: "Settings", device: "Device", stack: ExitStack) ->
 def ask(
     impl: "Implementation", settings: "Settings", console: "Console", device: "Device", in_force: Any
 ) -> Iterator[CaseResult]:
-    """Yield the verdicts of every gate about one implementation; one that was never judged is inconclusive."""
+    """Yield the verdicts of every gate about one implementation.
+
+    A scope in which no number was held against the oracle is inconclusive, whatever else passed; an implementation that
+    gives no answer three times running is not asked on.
+    """
     from rmsnorm_cli import gates
     from rmsnorm_cli.environment import executes_on
 
     execution = executes_on(impl, device)
     only = set(settings.verify.only)
     planned = [(gate, gate.plan(settings, impl, execution)) for gate in gates.selected(only)]
-    seen = []
-    with console.progress(f"{impl.name} ({execution})", sum(len(questions) for _, questions in planned)) as progress:
-        for gate, questions in planned:
-            for question in questions:
-                for result in gate.check(impl, question, execution, device.torch_device, in_force):
-                    if result.scope in only:
-                        seen.append(result.status)
-                        yield result
-                progress.advance(1, f"{gate.NAME}: {question.id}")
-    if not {"passed", "failed"} & set(seen):
-        text = "nothing that was asked lies within what this implementation takes, so nothing was judged"
-        yield CaseResult(impl.name, execution, "contract", "asked", "", "all cases", "inconclusive", detail=text)
+    total = sum(len(questions) for _, questions in planned)
+    judged, silent = set(), 0
+    with console.progress(f"{impl.name} ({execution})", total) as progress:
+        for gate, question in ((gate, question) for gate, questions in planned for question in questions):
+            results = [
+                result
+                for result in gate.check(impl, question, execution, device.torch_device, in_force)
+                if result.scope in only
+            ]
+            yield from results
+            if gate is gates.declared:
+                judged |= {result.scope for result in results if result.status in ("passed", "failed")}
+            silent = silent + 1 if any(result.status == "error" for result in results) else 0
+            if silent == PATIENCE:
+                text = f"{PATIENCE} questions running had no answer; the rest of the {total} was not asked"
+                yield CaseResult(impl.name, execution, "contract", "asked", "", "all cases", "error", detail=text)
+                return
+            progress.advance(1, f"{gate.NAME}: {question.id}")
+    for scope in sorted((only & set(gates.declared.SCOPES)) - judged):
+        text = "nothing that was asked lies within what this implementation takes, so no number was judged"
+        yield CaseResult(impl.name, execution, scope, "asked", "", "all cases", "inconclusive", detail=text)
 
 
 def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:

@@ -168,6 +168,16 @@ class Verify(Table):
         """Tell whether rows and cols are the defaults, to which a GPU or a wide implementation adds its own."""
         return (self.rows, self.cols) == (ROWS, COLS)
 
+    @property
+    def default_dtypes(self) -> bool:
+        """Tell whether nobody has named dtypes: those outside a contract are then not asked about."""
+        return bool(self.dtypes == type(self).model_fields["dtypes"].default)
+
+    @property
+    def default_layouts(self) -> bool:
+        """Tell whether nobody has named layouts."""
+        return bool(self.layouts == type(self).model_fields["layouts"].default)
+
 
 class Gradcheck(Table):
     """[gradcheck]: derivatives in float64, by finite differences and in closed form."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmsnorm_cli import cases
 from rmsnorm_cli.cases import Case
-from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside, part
+from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside, part, refusal
 from rmsnorm_cli.gates.hypotheses import explain
 from rmsnorm_cli.layouts import Inputs
 from rmsnorm_cli.numerics import Comparison, compare, dx_scale
@@ -30,21 +30,29 @@ MANY_ROWS_COLS = (33, 255)  # at 256 columns the teaching kernel's partials woul
 
 
 def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> list[Case]:
-    """Return the cases inside the implementation's contract: the grid, then each distribution, layout and gamma."""
+    """Return the grid, then each distribution, layout and gamma: of the defaults, what the contract takes.
+
+    Who names rows, columns or dtypes is asked about those: cases outside the contract stay in the plan and are refused,
+    and no shapes are added that nobody named.
+    """
     verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
     distributions = [name for name in cases.DISTRIBUTIONS if name in verify.distributions]
-    asked = cases.grid(verify.rows, verify.cols, verify.dtypes, distributions, eps, seed)
+    named = cases.grid(verify.rows, verify.cols, verify.dtypes, distributions, eps, seed)
+    added: list[Case] = []
     if verify.default_grid:
-        wide = cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
-        asked += wide + cases.by_distribution(verify.dtypes, distributions, eps, seed)
+        added += cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
+        added += cases.by_distribution(verify.dtypes, distributions, eps, seed)
         if execution == "cuda":
-            asked += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
-            asked += cases.grid((MANY_ROWS,), MANY_ROWS_COLS, verify.dtypes, distributions, eps, seed)
-    if "spread" in verify.distributions:
-        asked += cases.by_layout(verify.dtypes, verify.layouts, eps, seed)
+            added += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
+            added += cases.grid((MANY_ROWS,), MANY_ROWS_COLS, verify.dtypes, distributions, eps, seed)
+    if "spread" in verify.distributions and (verify.default_grid or not verify.default_layouts):
+        added += cases.by_layout(verify.dtypes, verify.layouts, eps, seed)
         if "contiguous" in verify.layouts:
-            asked += cases.by_gamma(verify.dtypes, eps, seed)
-    return inside(impl, cases.unique(asked), device_type(execution))
+            added += cases.by_gamma(verify.dtypes, eps, seed)
+    kind = device_type(execution)
+    if verify.default_grid and verify.default_dtypes:
+        named = inside(impl, named, kind)
+    return cases.unique(named + inside(impl, added, kind))
 
 
 def check(
@@ -52,6 +60,9 @@ def check(
 ) -> list[CaseResult]:
     """Return one verdict for each of forward, dx and dgamma (dgamma only where there is a gamma)."""
     asked = Asked(impl, execution, NAME, case)
+    reason = refusal(impl, case, device_type(execution))
+    if reason is not None:
+        return [asked.verdict(scope, "refused", reason, extra=_facts(case)) for scope in SCOPES]
     inputs = cases.tensors(case, device)
     kept = inputs.pristine()
     got = answer(impl, inputs, case.eps)

@@ -168,9 +168,12 @@ def classified(impl: "Implementation", problem: Exception) -> Problem:
 
 def inside(impl: "Implementation", cases: Sequence[Case], device_type: str) -> list[Case]:
     """Return the cases within an implementation's contract: all of them where it has not told us one."""
-    if impl.accepts is None:
-        return list(cases)
-    return [case for case in cases if impl.accepts(call_spec(case, device_type)) is None]
+    return [case for case in cases if refusal(impl, case, device_type) is None]
+
+
+def refusal(impl: "Implementation", case: Case, device_type: str) -> str | None:
+    """Return why a case lies outside an implementation's contract; None inside, and where no contract is known."""
+    return None if impl.accepts is None else impl.accepts(call_spec(case, device_type))
 
 
 def call_spec(case: Case, device_type: str) -> Any:
