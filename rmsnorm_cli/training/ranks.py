@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 
-TIMEOUT = timedelta(seconds=120)  # for a rank that lives and does not answer; the first compilation of a kernel fits in
+TIMEOUT = timedelta(seconds=120)
 LOST = re.compile(r"gloo|nccl|connection|peer|timed out|timeout|process ?group", re.IGNORECASE)
 
 Value = TypeVar("Value")
@@ -49,7 +49,7 @@ class Ranks:
             return network
         index = [self.device.index] if self.device.type == "cuda" else None
         with self.watched():
-            return torch.nn.parallel.DistributedDataParallel(network, device_ids=index, broadcast_buffers=False)
+            return torch.nn.parallel.DistributedDataParallel(network, device_ids=index)
 
     def total(self, value: float) -> float:
         """Return the sum of a number over the ranks, in float64."""
@@ -107,6 +107,8 @@ class Ranks:
 def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes that torchrun started, over gloo on CPUs and NCCL on GPUs, for the block.
 
+    A process group that is there already is used and left alone: a torchrun makes one only, since a second would find
+    the addresses of the first.
     Raises ConfigError for a torchrun environment that is not whole, ProcessLost where the others do not come.
     """
     world = os.environ.get("WORLD_SIZE", "1")
@@ -120,9 +122,12 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if missing:
         raise ConfigError(f"WORLD_SIZE is {world} but {' and '.join(missing)} is not set; start with torchrun")
     ranks = Ranks(int(rank), int(world), device)
-    with ranks.watched():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    own = not dist.is_initialized()
+    if own:
+        with ranks.watched():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     yield ranks  # an error leaves the group as it is: to take it down would wait for the very rank that is gone
     with ranks.watched():
         ranks.largest(0)  # nobody leaves while another still needs an answer
-    dist.destroy_process_group()
+    if own:
+        dist.destroy_process_group()

@@ -118,6 +118,12 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 @pytest.fixture(scope="session")
+def small() -> dict[str, Any]:
+    """Return the options of a small run."""
+    return dict(SMALL)
+
+
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """Return the directory and outcome of an uninterrupted small run; nobody may change it."""
     with pytest.MonkeyPatch.context() as patched:
