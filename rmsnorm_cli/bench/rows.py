@@ -28,6 +28,12 @@ from rmsnorm_cli.timing import (
 NOISY = 0.05  # share of severe outliers above which a row is called noisy
 TWIN = " (A/A)"  # what the second entry of the control is called
 STREAM = "stream"
+STREAMS = {  # the plain stream of each perimeter: its passes over M x N elements, the vectors left out
+    "forward": "copy",
+    "forward_train": "copy",
+    "backward": "add",
+    "forward_backward": "copy, then add",
+}
 
 
 @dataclass(frozen=True)

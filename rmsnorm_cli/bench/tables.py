@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rmsnorm_cli.bench.workload import STREAMS
+from rmsnorm_cli.bench.rows import STREAMS
 from rmsnorm_cli.results import Table
 from rmsnorm_cli.timing import Interval, duration
 
 Row = Mapping[str, Any]
 
+ORDER = {"gpu": 0, "calls": 1, "wall": 1, "host": 2}  # of the measures, from the left
 LIMITS = (
     "Another shape, dtype, card, driver or version may order these programs differently.",
     "Perimeters are measured, each by itself; differences and ratios between perimeters mean nothing.",
@@ -37,26 +38,37 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
             yield _cell(summary, cell, perimeter, list(group), shown)
         if summary["gpu"] and cell["memory"]:
             yield _memory(summary, cell)
-    if summary["overall"] and len(summary["cells"]) > 1:
-        yield _overall(summary)
+    if shown is not None and len(summary["cells"]) > 1:
+        for perimeter in dict.fromkeys(entry["perimeter"] for entry in summary["overall"]):
+            yield _overall(summary, perimeter, shown)
     if summary["compared"]:
         yield _compared(summary)
 
 
 def notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield what stands beside the tables: controls, noise, odd samples, refusals, and the limits of it all."""
+    yield controls(summary)
+    yield from remarks(summary)
+    yield "What these numbers do not show:"
+    yield from (f"  - {line}" for line in summary["limits"])
+
+
+def controls(summary: Mapping[str, Any]) -> str:
+    """Say how the A/A controls of a run came out."""
     held = summary["controls"]
-    yield (
+    return (
         f"A/A controls: {held['held']} of {held['tables']} within {summary['protocol']['band'] * 100:g} %, "
         f"{held['hold_1']} of {held['tables']} intervals contain 1"
     )
+
+
+def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was odd about single measurements, and where an implementation is slower than it may be."""
     for cell in summary["cells"]:
         for table in cell["tables"]:
-            where = f"{cell['cell']}, {table['perimeter']}, {_measure(table)}"
+            where = f"{cell['cell']}, {table['perimeter']}, {measure_name(table)}"
             yield from (f"{where}: {text}" for text in _remarks(table))
     yield from summary["slower"]
-    yield "What these numbers do not show:"
-    yield from (f"  - {line}" for line in summary["limits"])
 
 
 def _remarks(table: Mapping[str, Any]) -> Iterator[str]:
@@ -79,11 +91,10 @@ def _remarks(table: Mapping[str, Any]) -> Iterator[str]:
 def _cell(
     summary: Mapping[str, Any], cell: Mapping[str, Any], perimeter: str, group: Sequence[Row], shown: str | None
 ) -> Table:
-    order = {"gpu": 0, "calls": 1, "wall": 1, "host": 2}
-    group = sorted(group, key=lambda table: order[table["measure"]])
+    group = sorted(group, key=lambda table: ORDER[table["measure"]])
     columns = ["implementation"]
     for table in group:
-        columns.append(_measure(table) + " (p10–p90)")
+        columns.append(measure_name(table) + " (p10–p90)")
         if table["measure"] == "gpu":
             columns.append(f"of {STREAMS[perimeter]}")
         if table["measure"] != "host" and shown is not None:
@@ -96,7 +107,7 @@ def _cell(
             row = next((row for row in table["rows"] if row["impl"] == name), None)
             cells += _numbers(table, row, shown)
         rows.append(tuple(cells))
-    streams = [f"{_measure(table)} {duration(_middle(table['stream']))}" for table in group if table["stream"]]
+    streams = [f"{measure_name(table)} {duration(_middle(table['stream']))}" for table in group if table["stream"]]
     bytes_ = f"{cell['bytes'][perimeter]:,} bytes at least"
     ceiling = f"; plain {STREAMS[perimeter]}: {', '.join(streams)}" if streams else ""
     return Table(
@@ -114,7 +125,7 @@ def _numbers(table: Mapping[str, Any], row: Row | None, shown: str | None) -> li
         return [""] * width
     if row["status"] != "passed":
         return [f"{row['status']}: {row['detail'][:60]}", *[""] * (width - 1)]
-    cells = [f"{duration(_middle(row))} ({_ends(row)})"]
+    cells = [duration(_middle(row), (row["p10"], row["p90"]))]
     if table["measure"] == "gpu":
         share = row["share_of_stream"]
         cells.append("" if share is None else f"{share['estimate'] * 100:.0f} %")
@@ -135,28 +146,39 @@ def _memory(summary: Mapping[str, Any], cell: Mapping[str, Any]) -> Table:
     return Table(f"memory in bytes, {cell['cell']}, on {summary['card']}", columns, tuple(rows), _environment(summary))
 
 
-def _overall(summary: Mapping[str, Any]) -> Table:
+def _overall(summary: Mapping[str, Any], perimeter: str, shown: str) -> Table:
+    """Return what holds over all cells of one perimeter: mean and worst speed-up against the yardstick, and counts."""
+    mine = [entry for entry in summary["overall"] if (entry["perimeter"], entry["baseline"]) == (perimeter, shown)]
+    kinds = list(dict.fromkeys((entry["measure"], entry["cache"]) for entry in mine))
+    kinds.sort(key=lambda kind: ORDER[kind[0]])
+    columns = ["implementation"]
+    for measure, cache in kinds:
+        name = measure_name({"measure": measure, "cache": cache})
+        columns += [name, "worst cell", "verdicts"]
+    rows = []
+    for impl in dict.fromkeys(entry["impl"] for entry in mine):
+        row = [impl]
+        for kind in kinds:
+            entry = next((e for e in mine if e["impl"] == impl and (e["measure"], e["cache"]) == kind), None)
+            row += ["", "", ""] if entry is None else _speedup(entry)
+        rows.append(tuple(row))
+    cells = len(summary["cells"])
+    title = f"{perimeter}: speed-up over {shown}, geometric mean of {cells} cells, on {summary['card']}"
+    return Table(title, tuple(columns), tuple(rows), _environment(summary))
+
+
+def _speedup(entry: Mapping[str, Any]) -> list[str]:
     words = ("faster", "equal", "slower", "inconclusive", "no number")
-    rows = [
-        (
-            entry["impl"],
-            entry["baseline"],
-            entry["perimeter"],
-            _measure(entry),
-            "" if entry["speedup"] is None else f"{entry['speedup']:.2f}×",
-            "" if entry["worst"] is None else f"{entry['worst']['speedup']:.2f}× at {entry['worst']['cell']}",
-            *(str(entry[word]) for word in words),
-        )
-        for entry in summary["overall"]
-    ]
-    columns = ("implementation", "against", "perimeter", "time", "geometric mean", "worst cell", *words)
-    return Table(f"over all cells, on {summary['card']}", columns, tuple(rows), _environment(summary))
+    verdicts = ", ".join(f"{entry[word]} {word}" for word in words if entry[word])
+    if entry["speedup"] is None:
+        return ["", "", verdicts]
+    return [f"{entry['speedup']:.2f}×", f"{entry['worst']['speedup']:.2f}× at {entry['worst']['cell']}", verdicts]
 
 
 def _compared(summary: Mapping[str, Any]) -> Table:
     found = summary["compared"]
     rows = [
-        (row["cell"], row["perimeter"], _measure(row), row["impl"], row["text"])
+        (row["cell"], row["perimeter"], measure_name(row), row["impl"], row["text"])
         for row in found["rows"]
         if row["impl"] != "stream"
     ]
@@ -169,7 +191,8 @@ def _compared(summary: Mapping[str, Any]) -> Table:
     )
 
 
-def _measure(table: Mapping[str, Any]) -> str:
+def measure_name(table: Mapping[str, Any]) -> str:
+    """Return what a measure is called: what was timed, and the state of the cache."""
     return {
         "gpu": f"GPU time, L2 {table['cache']}",
         "calls": "whole call",
@@ -188,22 +211,20 @@ def _middle(row: Row) -> Interval:
     return Interval(row["median"], row["low"], row["high"], 0)
 
 
-def _ends(row: Row) -> str:
-    scale = 1e3 if row["median"] >= 1e-2 else 1e6
-    return f"{_short(row['p10'] * scale)}–{_short(row['p90'] * scale)}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
+def protocol_lines(protocol: Mapping[str, Any], *, gpu: bool) -> list[str]:
     """Say in sentences how the times were taken, from the protocol that the summary holds."""
-    return [
-        f"{protocol['samples']} samples at least of {protocol['calls']} whole calls, {protocol['warmup']} warm-up "
-        "calls and more until stable; all implementations in one run, in random mirrored order",
-        f"GPU time: CUDA graph replay; L2 cold by {protocol['rotation']} times the cache in rotating buffers",
-        f"{protocol['confidence'] * 100:g} % intervals by a block-paired bootstrap ({protocol['bootstrap']} "
-        f"resamples); equal means within {protocol['band'] * 100:g} %; invalid means below "
-        f"{(1 - protocol['floor_margin']) * 100:g} % of the plain stream's time from a cold cache",
+    percent = {key: f"{protocol[key] * 100:g} %" for key in ("confidence", "band")}
+    lines = [
+        f"{protocol['samples']} samples or more of {protocol['calls']} whole calls each, after {protocol['warmup']} "
+        "warm-up calls and more until stable; all implementations in one run, in random mirrored order.",
+        "Each implementation's outputs were held against float64 on the timed inputs before a number stood, and again "
+        "after every sample.",
+        f"Intervals of {percent['confidence']} by a bootstrap of paired blocks ({protocol['bootstrap']} resamples); "
+        f"equal means within {percent['band']}.",
     ]
+    if gpu:
+        lines.append(
+            f"GPU time is a CUDA graph's replay; L2 cold means that {protocol['rotation']} times the cache rotates. A "
+            f"cold time more than {protocol['floor_margin'] * 100:g} % below a plain stream of its bytes is invalid."
+        )
+    return lines

@@ -10,15 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rmsnorm_cli.bench.rows import STREAMS
 from rmsnorm_cli.layouts import Inputs
 from rmsnorm_cli.timing.cuda import Body
-
-STREAMS = {  # passes over M x N elements that the plain stream of a perimeter makes; the vectors are left out
-    "forward": "copy",
-    "forward_train": "copy",
-    "backward": "add",
-    "forward_backward": "copy, then add",
-}
 
 
 @dataclass(frozen=True)

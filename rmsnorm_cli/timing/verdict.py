@@ -98,11 +98,12 @@ def limits(interval: Interval) -> tuple[str, str]:
     return f"{interval.low:.{places}f}", f"{interval.high:.{places}f}"
 
 
-def duration(interval: Interval) -> str:
-    """Write a time in seconds as µs or ms, with the figures that its interval supports."""
+def duration(interval: Interval, ends: tuple[float, float] | None = None) -> str:
+    """Write a time in seconds as µs or ms, with the figures that its interval supports; `ends` follow in brackets."""
     unit, scale = ("ms", 1e3) if interval.estimate >= 1e-2 else ("µs", 1e6)
     places = decimals(interval.low * scale, interval.high * scale, finest=2)
-    return f"{interval.estimate * scale:.{places}f} {unit}"
+    beside = "" if ends is None else f" ({ends[0] * scale:.{places}f}–{ends[1] * scale:.{places}f})"
+    return f"{interval.estimate * scale:.{places}f} {unit}{beside}"
 
 
 def _times(speed: Interval, confidence: float) -> str:

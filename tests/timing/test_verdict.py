@@ -95,3 +95,7 @@ def test_decimals_go_down_to_the_first_digit_of_half_the_width(width, places):
 )
 def test_times_are_microseconds_or_milliseconds_with_the_figures_of_their_interval(low, high, text):
     assert duration(ratio(low, high)) == text
+
+
+def test_the_ends_of_a_dispersion_have_the_figures_of_the_median():
+    assert duration(ratio(2.599e-6, 2.601e-6), (2.6e-6, 2.614e-6)) == "2.60 µs (2.60–2.61)"

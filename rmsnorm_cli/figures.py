@@ -1,0 +1,284 @@
+"""All plotting: plain values in, a matplotlib figure out, saved as SVG and PNG. No number is computed here but limits.
+
+A figure is narrow, for a phone, and grows downwards. Everything that is not a series is drawn in one
+ink, which a page replaces by its own text colour, so that one SVG reads on light and on dark ground.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rmsnorm_cli import atomic
+
+WIDTH = 4.8  # inches: on a phone the letters come out at 10 pixels, beside another figure on a desk at 14
+INK = "#010203"  # no series has it; a page replaces it by currentColor
+# Okabe and Ito's colours for the colour-blind, black left out, lightened or darkened to read on white and on near-black
+COLOURS = ("#d55e00", "#2f8fd0", "#189b72", "#b8860b", "#c05a94", "#6f7fd6", "#8a8a8a", "#a0522d")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.titlesize": 9.5,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A named figure with the sentence that says what it shows: card, dtype and perimeter among it."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class Point:
+    """A time with its limits, all in seconds: 99 % interval of the median, 10th and 90th percentile."""
+
+    where: str
+    series: str
+    median: float
+    low: float
+    high: float
+    p10: float
+    p90: float
+
+
+def latency(
+    name: str, caption: str, title: str, panels: Mapping[str, Sequence[Point]], series: Sequence[str]
+) -> Drawing:
+    """Draw times on a log axis, shapes downwards; thick: interval of the median, thin: 10th to 90th percentile.
+
+    `series` gives every implementation its colour, whether it is in this figure or not.
+    """
+    wheres = {key: list(dict.fromkeys(point.where for point in points)) for key, points in panels.items()}
+    rows = {key: max(1, len(names)) for key, names in wheres.items()}
+    step = 0.1 * len(series) + 0.14  # inches of one shape
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(
+            figsize=(WIDTH, 1.1 + sum(step * count + 0.45 for count in rows.values())), layout="constrained"
+        )
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=list(rows.values()))[:, 0]
+        for axis, (key, points) in zip(axes, panels.items(), strict=True):
+            names = wheres[key]
+            for point in points:
+                i = series.index(point.series)
+                y = names.index(point.where) + (i - (len(series) - 1) / 2) * 0.8 / max(1, len(series))
+                colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
+                axis.hlines(y, point.p10 * 1e6, point.p90 * 1e6, color=colour, linewidth=1)
+                axis.hlines(y, point.low * 1e6, point.high * 1e6, color=colour, linewidth=3.5)
+                axis.plot(point.median * 1e6, y, mark, color=colour, markersize=4.5)
+            axis.set_yticks(range(len(names)), names)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            for between in range(1, len(names)):
+                axis.axhline(between - 0.5, color=INK, alpha=0.15, linewidth=0.8)
+            axis.set_xscale("log")
+            axis.set_title(key, loc="left")
+            axis.grid(axis="x")
+        axes[-1].set_xlabel("µs a call (log)")
+        plain_ticks(axes[-1].xaxis)
+        headed(figure, title, series)
+    return Drawing(name, caption, figure)
+
+
+def shares(
+    name: str,
+    caption: str,
+    title: str,
+    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]],
+    series: Sequence[str],
+) -> Drawing:
+    """Draw panel -> series -> shape -> (share, low, high) of a plain stream's speed; shapes in the order of their N."""
+    wheres = {key: list(dict.fromkeys(w for found in lines.values() for w in found)) for key, lines in panels.items()}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.8 + 2.5 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axis, (key, lines) in zip(axes, panels.items(), strict=True):
+            names = wheres[key]
+            for i, line in enumerate(series):
+                found = [(names.index(where), *values) for where, values in lines.get(line, {}).items()]
+                if not found:
+                    continue
+                x, y, low, high = (list(column) for column in zip(*sorted(found), strict=True))
+                style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[i % len(MARKS)], "markersize": 4.5}
+                axis.plot(x, [100 * v for v in y], linewidth=1, **style)
+                axis.vlines(x, [100 * v for v in low], [100 * v for v in high], color=style["color"], linewidth=3)
+            axis.axhline(100, color=INK, linewidth=1, linestyle="--")
+            axis.set_xticks(range(len(names)), names)
+            axis.set_ylim(0, max(108.0, *(100 * v[0] + 6 for line in lines.values() for v in line.values())))
+            axis.set_ylabel("% of the stream's speed")
+            axis.set_title(key, loc="left")
+            axis.grid(axis="y")
+        headed(figure, title, series, ("measured ceiling: the plain stream",))
+    return Drawing(name, caption, figure)
+
+
+def errors(
+    name: str, caption: str, title: str, panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, bool]]]]
+) -> Drawing:
+    """Draw panel (scope) -> dtype -> N -> (worst error over tolerance, passed) on log axes, the limit at 1."""
+    series = list(dict.fromkeys(dtype for lines in panels.values() for dtype in lines))
+    smallest = 1e-4  # an error of zero is drawn here
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.8 + 2.1 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+        for axis, (scope, lines) in zip(axes, panels.items(), strict=True):
+            for i, dtype in enumerate(series):
+                found = sorted(lines.get(dtype, {}).items())
+                colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
+                heights = [max(worst, smallest) for _, (worst, _) in found]
+                axis.plot([N for N, _ in found], heights, color=colour, marker=mark, markersize=4, linewidth=1)
+                wrong = [(N, max(worst, smallest)) for N, (worst, passed) in found if not passed]
+                axis.plot([N for N, _ in wrong], [h for _, h in wrong], "x", color=colour, markersize=9)
+            axis.axhline(1, color=INK, linewidth=1, linestyle="--")
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(scope, loc="left")
+            axis.set_ylabel("error / tolerance")
+            axis.grid()
+        axes[-1].set_xlabel("N, columns of a row (log)")
+        axes[-1].xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+        headed(figure, title, series, ("the limit",))
+    return Drawing(name, caption, figure)
+
+
+def losses(
+    name: str,
+    caption: str,
+    title: str,
+    curves: Mapping[str, Sequence[float]],
+    apart: Mapping[str, Sequence[float]],
+    envelope: Sequence[float],
+    limit: Sequence[float],
+) -> Drawing:
+    """Draw loss by step for each path, and below it on a log axis how far each lies from the reference.
+
+    `envelope` is the twins', `limit` what the implementation may reach; both by step.
+    """
+    series = list(dict.fromkeys([*curves, *apart]))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 3])
+        for axis, lines in ((above, curves), (below, apart)):
+            for path, values in lines.items():
+                i = series.index(path)
+                steps = range(1, len(values) + 1)
+                thin = 0.8 if path.startswith("seed") else 1.4
+                axis.plot(steps, values, color=COLOURS[i % len(COLOURS)], linewidth=thin)
+            axis.set_yscale("log")
+            axis.grid()
+        below.fill_between(range(1, len(envelope) + 1), envelope, step="mid", color=INK, alpha=0.18, linewidth=0)
+        below.plot(range(1, len(limit) + 1), limit, color=INK, linewidth=1, linestyle="--")
+        above.set_ylabel("training loss")
+        below.set_ylabel("|loss − reference's|")
+        below.set_xlabel("step")
+        headed(figure, title, series, ("the limit", "grey: one rounding (twins)"))
+    return Drawing(name, caption, figure)
+
+
+def matrix(
+    name: str,
+    caption: str,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Mapping[tuple[str, str], str],
+) -> Drawing:
+    """Draw a row for each mistake and a column for each check: filled where the check catches it."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.6 + 0.17 * len(rows)), layout="constrained")
+        axis = figure.subplots()
+        for (row, column), state in cells.items():
+            place = (columns.index(column), rows.index(row))
+            if state == "caught":
+                axis.plot(*place, "s", color=COLOURS[1], markersize=6)
+            elif state == "passed":
+                axis.plot(*place, "s", markerfacecolor="none", markeredgecolor=INK, alpha=0.35, markersize=6)
+        axis.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor")
+        axis.xaxis.tick_top()
+        axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
+        axis.set_xlim(-0.6, len(columns) - 0.4)
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return Drawing(name, caption, figure)
+
+
+def headed(figure: Figure, title: str, series: Sequence[str], lines: Sequence[str] = ()) -> None:
+    """Give a figure its title and, under the axes, a legend of series and of dashed or grey lines."""
+    from matplotlib.lines import Line2D
+
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    handles = [
+        Line2D(
+            [], [], color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], markersize=4.5, linewidth=1, label=s
+        )
+        for i, s in enumerate(series)
+    ]
+    for line in lines:
+        style = {"linewidth": 6, "alpha": 0.18} if line.startswith("grey") else {"linestyle": "--", "linewidth": 1}
+        handles.append(Line2D([], [], color=INK, label=line.removeprefix("grey: "), **style))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=min(3, len(handles)), fontsize=8)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Label a log axis with plain numbers at 1, 2 and 5 of each decade instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 200 * low else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def renamed(drawing: Drawing, name: str) -> Drawing:
+    """Return the drawing under another name, for a folder that holds those of several runs."""
+    return replace(drawing, name=name)
+
+
+def save(drawing: Drawing, folder: Path) -> str:
+    """Write NAME.svg and NAME.png (white ground) into `folder` and return the SVG for a page."""
+    import io
+
+    FigureCanvasAgg(drawing.figure)
+    picture, text = io.BytesIO(), io.StringIO()
+    drawing.figure.savefig(picture, format="png", dpi=160, facecolor="white")
+    with matplotlib.rc_context({"svg.hashsalt": drawing.name, "svg.fonttype": "none"}):
+        drawing.figure.savefig(text, format="svg", metadata={"Date": None})
+    with atomic.explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    atomic.write(folder / f"{drawing.name}.png", picture.getvalue())
+    atomic.write(folder / f"{drawing.name}.svg", text.getvalue())
+    return inline(text.getvalue(), drawing.name)
+
+
+def inline(svg: str, name: str) -> str:
+    """Return an SVG as an element of a page: no prologue, no metadata, ids of its own, the page's ink."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    return svg.replace(INK, "currentColor")

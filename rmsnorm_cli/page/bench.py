@@ -1,0 +1,133 @@
+"""A run of `bench` on the page: latency with intervals, share of the measured ceiling, tables, what has no number."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rmsnorm_cli import figures
+from rmsnorm_cli.bench import tables
+from rmsnorm_cli.bench.rows import STREAMS
+from rmsnorm_cli.figures import Drawing, Point
+from rmsnorm_cli.page import html
+from rmsnorm_cli.page.html import Markup
+from rmsnorm_cli.results import Table
+
+Summary = Mapping[str, Any]
+
+
+def parts(summary: Summary, records: list[dict[str, Any]]) -> Iterator[Markup | Drawing]:
+    """Yield what stands on the page, from the run's summary."""
+    made = list(tables.tables(summary))
+    of_a_cell = {table.title: cell["cell"] for cell in summary["cells"] for table in made if _about(table, cell)}
+    yield html.element("h3", "The answer")
+    for table in made:
+        if table.title not in of_a_cell:
+            yield from _titled(table)
+    yield html.element("p", tables.controls(summary))
+    yield html.element("h3", "How it was measured")
+    yield html.bullets(tables.protocol_lines(summary["protocol"], gpu=summary["gpu"]))
+    missing = list(_unmeasured(summary))
+    if missing:
+        yield html.element("h3", "Without a number")
+        yield html.table(Table("rows without a number", ("implementation", "why", "where"), tuple(missing)))
+    yield html.element("h3", "Latency")
+    yield from _latency(summary)
+    if summary["gpu"]:
+        yield html.element("h3", "Bandwidth")
+        yield from _bandwidth(summary)
+    yield html.element("h3", "Tables")
+    for cell in summary["cells"]:
+        mine = [table for table in made if of_a_cell.get(table.title) == cell["cell"]]
+        yield html.folded(cell["cell"], [part for table in mine for part in _titled(table)])
+    yield html.folded("Remarks on single measurements", [html.bullets(list(tables.remarks(summary)) or ["None."])])
+    yield html.element("h3", "What these numbers do not show")
+    yield html.bullets(summary["limits"])
+
+
+def _about(table: Table, cell: Summary) -> bool:
+    return f", {cell['cell']}, on" in table.title
+
+
+def _titled(table: Table) -> Iterator[Markup]:
+    yield html.element("h4", table.title)
+    yield html.table(table)
+
+
+def _unmeasured(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """Yield implementation, reason and places, the places of one reason together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in summary["cells"]:
+        for table in cell["tables"]:
+            for row in table["rows"]:
+                if row["status"] != "passed":
+                    where = found.setdefault((row["impl"], f"{row['status']}: {row['detail']}"), [])
+                    where.append(f"{cell['cell']} {table['perimeter']}")
+    for (impl, why), where in found.items():
+        yield impl, why, ", ".join(dict.fromkeys(where))
+
+
+def _kinds(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return perimeter, measure and cache of every kind of table, in order."""
+    found = [(t["perimeter"], t["measure"], t["cache"]) for cell in summary["cells"] for t in cell["tables"]]
+    return list(dict.fromkeys(found))
+
+
+def _names(summary: Summary) -> list[str]:
+    """Return all implementations, in the order in which they were asked for."""
+    return list(dict.fromkeys(row["impl"] for cell in summary["cells"] for t in cell["tables"] for row in t["rows"]))
+
+
+def _rows(summary: Summary, kind: tuple[str, str, str]) -> Iterator[tuple[Summary, Summary, Summary]]:
+    """Yield cell, table and row of every number of a kind; cells by dtype, then N, then M."""
+    for cell in sorted(summary["cells"], key=lambda cell: (cell["N"], cell["M"])):
+        for table in cell["tables"]:
+            if (table["perimeter"], table["measure"], table["cache"]) == kind:
+                yield from ((cell, table, row) for row in table["rows"] if row["status"] == "passed")
+
+
+def _latency(summary: Summary) -> Iterator[Drawing]:
+    """Yield one figure for each perimeter and measure, a panel for each dtype."""
+    for kind in _kinds(summary):
+        perimeter, measure, cache = kind
+        panels: dict[str, list[Point]] = {}
+        for cell, _, row in _rows(summary, kind):
+            where = f"{cell['M']} × {cell['N']}"
+            values = (row[key] for key in ("median", "low", "high", "p10", "p90"))
+            panels.setdefault(cell["dtype"], []).append(Point(where, row["impl"], *values))
+        if panels and measure != "host":
+            what = tables.measure_name({"measure": measure, "cache": cache})
+            confidence = f"{summary['protocol']['confidence'] * 100:g} %"
+            yield figures.latency(
+                f"latency-{perimeter}-{measure}-{cache}",
+                f"{perimeter}, {what}, {', '.join(panels)}, on {summary['card']}. Mark: median; thick: {confidence} "
+                "interval of the median; thin: 10th to 90th percentile. Lower is better.",
+                f"{perimeter}: {what} ({summary['card']})",
+                panels,
+                _names(summary),
+            )
+
+
+def _bandwidth(summary: Summary) -> Iterator[Drawing]:
+    """Yield one figure for each perimeter: share of the plain stream's speed, shapes in the order of N."""
+    for kind in _kinds(summary):
+        perimeter, measure, cache = kind
+        if measure != "gpu" or cache != "cold":
+            continue
+        panels: dict[str, dict[str, dict[str, tuple[float, float, float]]]] = {}
+        for cell, table, row in _rows(summary, kind):
+            if row["share_of_stream"] is None:
+                continue
+            ceiling = table["stream"]["bytes_per_second"] / 1e12
+            where = f"{cell['M']}\n× {cell['N']}\n{ceiling:.2g} TB/s"
+            share = row["share_of_stream"]
+            lines = panels.setdefault(cell["dtype"], {}).setdefault(row["impl"], {})
+            lines[where] = (share["estimate"], share["low"], share["high"])
+        if panels:
+            yield figures.shares(
+                f"bandwidth-{perimeter}",
+                f"{perimeter}, GPU time, L2 {cache}, {', '.join(panels)}, on {summary['card']}: time of a plain stream "
+                f"({STREAMS[perimeter]}) of the same bytes over the time measured, by shape in the order of N; "
+                "under each shape the rate that the stream itself reached. Higher is better.",
+                f"{perimeter}: share of the measured ceiling ({summary['card']})",
+                panels,
+                _names(summary),
+            )

@@ -1,0 +1,67 @@
+"""A run of `exercise --all` on the page: which check catches which mistake."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rmsnorm_cli import figures
+from rmsnorm_cli.figures import Drawing
+from rmsnorm_cli.page import html
+from rmsnorm_cli.page.html import Markup
+from rmsnorm_cli.results import Table
+
+USUAL = "usual test"
+LIMITS = (
+    "The score counts the mistakes of this catalogue; a mistake that is not in it was not tried.",
+    "A mistake that a check does not catch here may still fail it on other inputs; each ran on the inputs of its page.",
+    "Changes listed as equivalent alter no result and are not counted.",
+)
+
+
+def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[Markup | Drawing]:
+    """Yield what stands on the page, from the run's summary."""
+    if "matrix" not in summary:
+        yield html.element("p", "This run looked at one mistake; the matrix is drawn for `rmsnorm exercise --all`.")
+        return
+    found, score = summary["matrix"], summary["score"]
+    yield html.element("h3", "Which check catches which mistake")
+    yield html.element(
+        "p",
+        f"{score['caught']} of {score['of']} mistakes are caught by a check; the usual test catches {score['naive']}.",
+    )
+    yield _matrix(found)
+    survivors = [entry["name"] for entry in found["faults"] if entry["name"] in score["survivors"]]
+    if survivors:
+        yield html.element("p", f"Not caught by any check: {', '.join(survivors)}.")
+    aside = [
+        (
+            entry["name"],
+            "no mistake" if entry["equivalent"] else "not run here",
+            entry["equivalent"] or entry["not_run"],
+        )
+        for entry in found["faults"]
+        if entry["equivalent"] or entry["not_run"]
+    ]
+    if aside:
+        yield html.table(Table("not in the score", ("change", "standing", "why"), tuple(aside)))
+    yield html.element("h3", "What this matrix does not show")
+    yield html.bullets(LIMITS)
+
+
+def _matrix(found: Mapping[str, Any]) -> Drawing:
+    mistakes = [entry for entry in found["faults"] if not entry["equivalent"] and not entry["not_run"]]
+    cells = {}
+    for entry in mistakes:
+        cells[entry["name"], USUAL] = "caught" if entry["naive"] == "caught" else "passed"
+        for gate in found["gates"]:
+            asked = gate in entry["caught_by"] or gate in entry["asked"]
+            caught = "caught" if gate in entry["caught_by"] else "passed"
+            cells[entry["name"], gate] = caught if asked else "not asked"
+    return figures.matrix(
+        "mistakes",
+        f"Mistakes of the catalogue against the checks, executed on {found['execution']}. Filled: caught; outlined: "
+        "passes; empty: not asked.",
+        f"mistakes against checks ({found['execution']})",
+        [entry["name"] for entry in mistakes],
+        [USUAL, *found["gates"]],
+        cells,
+    )
