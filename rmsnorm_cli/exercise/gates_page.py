@@ -81,8 +81,7 @@ def _inputs() -> Iterator[str]:
     yield from _row(*(["---"] * 5))
     for fault in faults.CATALOGUE:
         if not fault.equivalent:
-            hidden = "" if fault.hiding is None else fault.hiding.id
-            yield from _row(f"`{fault.name}`", fault.story, fault.exposing.id, hidden, ", ".join(fault.seen))
+            yield from _row(f"`{fault.name}`", fault.story, fault.shown_by, fault.hidden_by, ", ".join(fault.seen))
     yield ""
 
 

@@ -50,10 +50,11 @@ class Change:
 class Fault:
     """One mistake, as a change of the kernel's own source.
 
-    `exposing` is an input whose result shows it, `hiding` one whose result does not (None where every input shows it,
-    or where no result can: the story says which). `predicted` gives, in float64, the wrong y (M, N), dx (M, N) and
-    dgamma (N,) that the mistake must produce; what it leaves out stays right. `expected` are the gates that must catch
-    it. `equivalent` argues why a change is no mistake; `cuda_only` why the interpreter cannot show it.
+    `exposing` is an input whose result shows it, `hiding` one whose result does not (None where every input shows it);
+    they are equal where it is not the input that matters but how often, or in which graph, it is called. `predicted`
+    gives, in float64, the wrong y (M, N), dx (M, N) and dgamma (N,) that the mistake must produce; what it leaves out
+    stays right. `expected` are the gates that must catch it. `equivalent` argues why a change is no mistake;
+    `cuda_only` why the interpreter cannot show it.
     """
 
     name: str
@@ -68,6 +69,16 @@ class Fault:
     predicted: "Callable[[Terms], dict[str, Tensor]] | None" = None
     equivalent: str = ""
     cuda_only: str = ""
+
+    @property
+    def shown_by(self) -> str:
+        """Return the name of the exposing input, or that it is not the input that matters."""
+        return "how it is called, not an input" if self.exposing == self.hiding else self.exposing.id
+
+    @property
+    def hidden_by(self) -> str:
+        """Return the name of the hiding input; "" where there is none."""
+        return "" if self.hiding is None else self.hiding.id
 
     def applied(self, source: str) -> str:
         """Return the source with the mistake in it; FaultNotApplicable where an expression is not there as said."""
