@@ -136,7 +136,11 @@ def shares(
 def errors(
     name: str, caption: str, title: str, panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, bool]]]]
 ) -> Drawing:
-    """Draw panel (scope) -> dtype -> N -> (worst error over tolerance, passed) on log axes, the limit at 1."""
+    """Draw panel (scope) -> dtype -> N -> (worst error over tolerance, passed), the limit at 1.
+
+    Every N has a place of its own: 256 and 257 lie as far apart as 4 and 31, for that is where mistakes show.
+    """
+    widths = sorted({N for lines in panels.values() for found in lines.values() for N in found})
     series = list(dict.fromkeys(dtype for lines in panels.values() for dtype in lines))
     smallest = 1e-4  # an error of zero is drawn here
     with matplotlib.rc_context(STYLE):
@@ -147,17 +151,18 @@ def errors(
                 found = sorted(lines.get(dtype, {}).items())
                 colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
                 heights = [max(worst, smallest) for _, (worst, _) in found]
-                axis.plot([N for N, _ in found], heights, color=colour, marker=mark, markersize=4, linewidth=1)
-                wrong = [(N, max(worst, smallest)) for N, (worst, passed) in found if not passed]
-                axis.plot([N for N, _ in wrong], [h for _, h in wrong], "x", color=colour, markersize=9)
+                axis.plot(
+                    [widths.index(N) for N, _ in found], heights, color=colour, marker=mark, markersize=4, linewidth=1
+                )
+                wrong = [(widths.index(N), max(worst, smallest)) for N, (worst, passed) in found if not passed]
+                axis.plot([x for x, _ in wrong], [h for _, h in wrong], "x", color=colour, markersize=9)
             axis.axhline(1, color=INK, linewidth=1, linestyle="--")
-            axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_title(scope, loc="left")
             axis.set_ylabel("error / tolerance")
             axis.grid()
-        axes[-1].set_xlabel("N, columns of a row (log)")
-        axes[-1].xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+        axes[-1].set_xlabel("N, columns of a row")
+        axes[-1].set_xticks(range(len(widths)), [str(N) for N in widths], rotation=60 if len(widths) > 8 else 0)
         headed(figure, title, series, ("the limit",))
     return Drawing(name, caption, figure)
 
@@ -175,6 +180,8 @@ def losses(
 
     `envelope` is the twins', `limit` what the implementation may reach; both by step.
     """
+    from matplotlib.ticker import MaxNLocator
+
     series = list(dict.fromkeys([*curves, *apart]))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
@@ -192,6 +199,7 @@ def losses(
         above.set_ylabel("training loss")
         below.set_ylabel("|loss − reference's|")
         below.set_xlabel("step")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
         headed(figure, title, series, ("the limit", "grey: one rounding (twins)"))
     return Drawing(name, caption, figure)
 

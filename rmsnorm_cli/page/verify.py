@@ -29,8 +29,9 @@ def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator
     if bad:
         yield html.element("h3", "What did not pass")
         yield html.table(_failures(bad))
-    for impl, said in summary.get("diagnoses", {}).items():
-        yield html.element("p", f"{impl}: {said}")
+    for impl, said in summary["diagnoses"].items():
+        if said:
+            yield html.element("p", f"The pattern of {impl}'s failures: {said}")
     yield html.element("p", f"Tolerances: {summary['tolerances']}, sha256 {summary['tolerances_sha256']}.")
     yield html.element("h3", "What these results do not show")
     yield html.bullets(LIMITS)
@@ -63,14 +64,14 @@ def _number(value: Any) -> bool:
 
 
 def _verdicts(scopes: list[dict[str, Any]]) -> Table:
-    columns = ("implementation", "scope", "gate", "dtype", "cases", *STATUSES, "worst error / tolerance")
+    columns = ("implementation", "scope", "gate", "dtype", "cases", "verdicts", "worst error / tolerance")
     rows = []
     for entry in scopes:
         worst = entry["worst"] or {"value": None, "case": ""}
         value = f"{worst['value']:.2g}  {worst['case']}" if _number(worst["value"]) else str(worst["case"])
-        counts = [str(entry[status]) for status in STATUSES]
+        counts = ", ".join(f"{entry[status]} {status}" for status in STATUSES if entry[status])
         name = f"{entry['impl']} ({entry['execution']})"
-        rows.append((name, entry["scope"], entry["gate"], entry["dtype"], str(entry["cases"]), *counts, value))
+        rows.append((name, entry["scope"], entry["gate"], entry["dtype"], str(entry["cases"]), counts, value))
     return Table("verdicts", columns, tuple(rows))
 
 
