@@ -1,0 +1,161 @@
+"""`rmsnorm train` as a user meets it: the JSON document, a signal, --resume in a new process, what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from rmsnorm_cli import config
+from rmsnorm_cli.commands import train
+from rmsnorm_cli.environment import Device
+from rmsnorm_cli.kernels import ContractError, Implementation, implementation
+from rmsnorm_cli.run import open_run
+from rmsnorm_cli.training.plan import phases
+
+SMALL = """
+[run]
+seed = 3
+[data]
+train = 24
+validation = 4
+test = 4
+[train]
+width = 19
+steps = 4
+batch = 5
+twins = 1
+seed_noise_runs = 0
+checkpoint_every = 1
+"""
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """Return what starts the tool in a folder of its own, with a small configuration there."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RMSNORM_", "GITHUB_", "TRITON_"))}
+
+    def start(*arguments):
+        return subprocess.Popen(
+            [sys.executable, "-m", "rmsnorm_cli", "train", *arguments],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def test_a_kernel_learns_is_stopped_by_sigterm_and_goes_on_in_a_new_process(tool, tmp_path):
+    """Exit 143 with the step that was saved; then --resume --json is a pass, with the kernel's own counts."""
+    first = tool("--config", "small.toml")
+    end = time.monotonic() + 120
+    while not any(path.stat().st_size for path in tmp_path.glob("runs/2*/metrics.jsonl")):
+        assert time.monotonic() < end
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    _, said = first.communicate(timeout=120)
+    assert first.returncode == 143, said
+    assert "SIGTERM: stopped and saved after step" in said
+    assert "Traceback" not in said
+    second = tool("--resume", "latest-train", "--json")
+    out, said = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+    document = json.loads(out)
+    assert document["status"] == "passed"
+    assert document["command"] == "train"
+    assert document["counts"]["failed"] == 0 < document["counts"]["passed"]
+    steps = {"forward": 4, "backward": 4}
+    name = document["implementation"]
+    for optimizer in ("adam", "sgd"):
+        (own,) = document["calls"][f"{optimizer}/{name}"]
+        assert {event: own[name][event] for event in steps} == own["layer"] == steps
+        assert set(document["calls"][f"{optimizer}/reference"][0]) == {"reference", "layer"}
+        assert document["reloaded"][f"{optimizer}/{name}"]["difference"] == 0.0
+        assert document["test_mse"][optimizer][name] == pytest.approx(document["test_mse"][optimizer]["reference"])
+    assert set(document["data"]) == {"train", "validation", "test", "initial"}
+    (directory,) = tmp_path.glob("runs/2*")
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4] * 6
+
+
+# --- pieces of the command --------------------------------------------------------------------------------------------
+
+
+def settings(**options):
+    return config.load("train", options={key.replace("__", "."): value for key, value in options.items()})
+
+
+CPU = Device("interpreter", "interpreter", "cpu", "CPU")
+
+
+def test_the_plan_says_what_would_run():
+    said = " ".join(train.plan(settings(train__steps=7, train__width=19)))
+    assert "7 steps of 32 examples" in said
+    assert "width 19" in said
+
+
+def test_the_default_is_a_hundred_steps_by_both_optimizers_at_a_width_that_is_no_power_of_two():
+    table = settings().train
+    assert (table.steps, table.batch, table.width, table.optimizers) == (100, 32, 257, ("adam", "sgd"))
+    assert len(phases(settings(), "rowwise")) == 2 * (2 + table.twins + table.seed_noise_runs)
+
+
+def test_a_width_outside_the_contract_is_refused_before_any_work():
+    taught = Implementation(
+        "narrow", implementation("reference").call, accepts=lambda spec: f"x has {spec.shape[1]} columns"
+    )
+    with pytest.raises(ContractError, match="narrow cannot train this network: x has 257 columns"):
+        train.refuse_outside(taught, settings(), CPU)
+
+
+def test_rows_are_refused_for_the_largest_partition_as_well():
+    """Batches of 32 may be inside a contract that 512 test examples are not."""
+    taught = Implementation(
+        "few", implementation("reference").call, accepts=lambda spec: "rows" * (spec.shape[0] > 100)
+    )
+    with pytest.raises(ContractError):
+        train.refuse_outside(taught, settings(), CPU)
+
+
+def test_a_gemma_norm_learns_as_one_plus_weight():
+    """It is given gamma - 1, so that the network's gamma and its gradient mean the same in both paths."""
+    norm = implementation("reference").call
+    gemma = train.around_one(Implementation("gemma", lambda x, weight, eps: norm(x, 1.0 + weight, eps)))
+    x, dy = torch.randn(2, 3, 7).double()
+    found = []
+    for call in (norm, gemma.call):
+        gamma = torch.full((7,), 1.25, dtype=torch.float64, requires_grad=True)
+        y = call(x, gamma, 1e-6)
+        y.backward(dy)
+        found.append((y.detach(), gamma.grad))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+def test_a_fault_of_the_catalogue_is_what_is_trained(tmp_path):
+    """Its changed source lies in the run directory."""
+    chosen = settings(train__fault="divide-by-block", run__dir=str(tmp_path))
+    with open_run(chosen, ["rmsnorm", "train"], CPU, {}) as opened, ExitStack() as stack:
+        found = train.chosen(chosen, opened, CPU, stack)
+        assert found.name == "divide-by-block"
+        assert (opened.dir / "faults" / "divide-by-block" / "rowwise.py").is_file()
+
+
+def test_a_foreign_norm_is_taught_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def norm(x, gamma, eps):\n    import os\n    os._exit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    chosen = settings(run__impl=["mine.py:norm"], run__dir=str(tmp_path))
+    with open_run(chosen, ["rmsnorm", "train"], CPU, {}) as opened, ExitStack() as stack:
+        found = train.chosen(chosen, opened, CPU, stack)
+        with pytest.raises(RuntimeError, match="exited with code 7"):
+            found.call(torch.ones(2, 3), torch.ones(3), 1e-6)
