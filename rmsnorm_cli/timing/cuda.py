@@ -81,15 +81,15 @@ class CudaClock:
         end.synchronize()
         return Reading(_seconds(start, end) / count)
 
-    def host(self, call: Call, count: int, at_least: float) -> Reading:
+    def host(self, call: Call, count: int, spin: "Spin") -> Reading:
         """Return what one call costs the host: the GPU is kept busy meanwhile, so no call waits for it.
 
-        `at_least` is a guess of the whole sample in seconds. The sample is flagged starved where the GPU was done
-        with its spin before the host was done calling.
+        `count` calls must fit the launch queue (1024 kernels). The sample is flagged starved where the GPU was done
+        with its spin before the host was done calling; `spin` learns from each sample how long the next must be.
         """
         released = _event()
         self.stream.synchronize()
-        self._spin(min(1.5 * at_least, LONGEST_SPIN))
+        self._spin(spin.seconds)
         released.record(self.stream)
         start = time.perf_counter()
         for _ in range(count):
@@ -97,6 +97,7 @@ class CudaClock:
         elapsed = time.perf_counter() - start
         starved = bool(released.query())  # type: ignore[no-untyped-call]
         self.stream.synchronize()
+        spin.seconds = min(1.5 * elapsed, LONGEST_SPIN)
         return Reading(elapsed / count, (STARVED,) if starved else ())
 
     def queued(self, launch: Call, count: int, before: Call = nothing, spin: "Spin | None" = None) -> Reading:

@@ -40,8 +40,8 @@ class _Clock(CudaClock):
             call()
         return self._reading(count)
 
-    def host(self, call, count, at_least):
-        assert at_least > 0
+    def host(self, call, count, spin):
+        assert spin.seconds > 0
         return self.calls(call, count)
 
     def hidden_work(self, call, count, tries=3):
