@@ -94,8 +94,9 @@ def test_a_replay_must_write_what_was_poisoned(active):
     from rmsnorm_cli.timing.cuda import GraphReplay
 
     source = torch.randn(MEGABYTE, device=active.device)
+    elsewhere = torch.empty_like(source)
     working = GraphReplay(active, [lambda: (source * 2,)], 1)
-    skipping = GraphReplay(active, [lambda: (torch.empty_like(source),)], 1)
+    skipping = GraphReplay(active, [lambda: (torch.mul(source, 2, out=elsewhere), torch.empty_like(source))[1:]], 1)
     for graph in (working, skipping):
         graph.poison(0)
         graph.measure()
