@@ -9,13 +9,14 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.kernels import reference, rowwise
+from rmsnorm_cli.kernels import fused, reference, rowwise
 from rmsnorm_cli.kernels.autograd import KernelPair, count, differentiable
 from rmsnorm_cli.kernels.contract import (
     CallSpec,
     ContractError,
     check_call,
     eps_value,
+    fused_refusal,
     operand_refusal,
     rowwise_refusal,
 )
@@ -25,7 +26,7 @@ from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, Rounding, native
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 DEFAULT = "rowwise"
 DEFAULT_EPS = 1e-6
-BUILT_IN: tuple[str, ...] = ("reference", "rowwise", "torch", "compile", *PACKAGES)
+BUILT_IN: tuple[str, ...] = ("reference", "rowwise", "fused", "torch", "compile", *PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
         return Implementation(name, _reference, accepts=operand_refusal, ours=True, deterministic=True)
     if name == "rowwise":
         return from_pair(ROWWISE, rowwise_refusal)
+    if name == "fused":
+        return from_pair(FUSED, fused_refusal)
     if name == "torch":
         return Implementation(name, native)
     if name == "compile":
@@ -77,6 +80,7 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
 
 
 ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
+FUSED = KernelPair("fused", fused.forward, fused.backward, contiguous_dy=False, second_derivative=True)
 
 
 def from_pair(pair: KernelPair, accepts: Callable[[CallSpec], str | None]) -> Implementation:

@@ -17,6 +17,9 @@ ROWWISE_MAX_COLUMNS = 4096
 ROWWISE_MAX_PARTIAL_BYTES = 64 * 2**20
 """The largest M × N fp32 partial of dgamma that `rowwise` may allocate: exactly 4096 × 4096 numbers."""
 
+FUSED_MAX_COLUMNS = 2**30
+"""The widest row whose columns `fused` counts without overflow."""
+
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 FP32_LARGEST = torch.finfo(torch.float32).max
 
@@ -127,6 +130,28 @@ def rowwise_refusal(spec: CallSpec) -> str | None:
     return triton_refusal(spec.device_type)
 
 
+FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def fused_refusal(spec: CallSpec) -> str | None:
+    """Say why `fused` refuses such a call, or return None where it takes it."""
+    reason = operand_refusal(spec)
+    if reason is not None:
+        return reason
+    if spec.x_dtype not in FUSED_DTYPES:
+        return f"x has dtype {spec.x_dtype}: fused takes torch.float32, float16, bfloat16 and float64"
+    half = spec.x_dtype in (torch.float16, torch.bfloat16)
+    if spec.gamma_dtype not in (None, spec.x_dtype, torch.float32 if half else None):
+        beside = f"{spec.x_dtype} or torch.float32" if half else f"{spec.x_dtype}"
+        return f"gamma has dtype {spec.gamma_dtype} beside x in {spec.x_dtype}: fused takes gamma in {beside}"
+    if spec.x_dtype != torch.float64 and not FP32_SMALLEST_NORMAL <= spec.eps <= FP32_LARGEST:
+        limits = f"[{FP32_SMALLEST_NORMAL:.3g}, {FP32_LARGEST:.3g}]"
+        return f"eps is {spec.eps!r}: fused adds it in float32, where it must lie in {limits}"
+    if spec.shape[-1] > FUSED_MAX_COLUMNS:
+        return f"x has {spec.shape[-1]} columns: fused, which counts in 32 bits, takes at most {FUSED_MAX_COLUMNS:,}"
+    return triton_refusal(spec.device_type)
+
+
 def check_call(
     x: Tensor, gamma: Tensor | None, eps: object, refusal: Callable[[CallSpec], str | None] = operand_refusal
 ) -> float:
@@ -166,6 +191,11 @@ def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
         if tensor.is_neg():  # the sign is a flag on the view, and the kernel sees only its memory
             raise ContractError(f"{name} is a negative view of a complex tensor: call {name}.resolve_neg() first")
     return value
+
+
+def check_fused(x: Tensor, gamma: Tensor | None, eps: object) -> float:
+    """Return eps as a float if `fused` takes this call; raise ContractError before anything is allocated."""
+    return check_call(x, gamma, eps, fused_refusal)
 
 
 def check_gradient(dy: Tensor, x: Tensor) -> None:

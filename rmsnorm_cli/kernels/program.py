@@ -1,0 +1,80 @@
+"""A kernel with its constants and options, compiled at its first launch and from then on launched without Triton's
+binding.
+
+Triton's own launch binds, inspects and hashes every argument each time: 23 µs of host time on the machine of
+docs/results, against 9 µs for handing the compiled kernel its arguments. That is safe here because nothing of a call
+but dtypes and the 16-byte alignment of gamma decides which code runs (`do_not_specialize`), and the caller keys its
+programs by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm_cli.kernels.contract import INTERPRETED
+from rmsnorm_cli.kernels.launch import launching
+
+
+class Program:
+    """One kernel to launch on one device. `constants` are its constexprs, in the order of its signature, which they
+    end.
+
+    `cooperative`: all programs are resident at once, or the launch raises. `dependent`: it may be scheduled while the
+    kernel before it in the stream still runs; the kernel itself waits where it must. `registers`: the most a thread
+    may use.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        warps: int,
+        *,
+        cooperative: bool = False,
+        dependent: bool = False,
+        registers: int | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        self.values = tuple(constants.values())
+        self.options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+        if cooperative:
+            self.options["launch_cooperative_grid"] = True
+        if dependent:
+            self.options["launch_pdl"] = True
+        if registers is not None:
+            self.options["maxnreg"] = registers
+        self._run: Callable[..., None] | None = None
+        self._handles: tuple[Any, Any] | None = None
+
+    def compile(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Any:
+        """Compile for the current device and the dtypes of these arguments; a second time costs a look-up."""
+        return self.kernel.warmup(*tensors, *scalars, grid=(1,), **self.constants, **self.options)
+
+    def launch(self, grid: tuple[int, int], tensors: Sequence[Tensor], scalars: Sequence[float]) -> None:
+        """Launch on the current device and stream; the tensors come first in the kernel's signature, then the
+        scalars.
+        """
+        if INTERPRETED:
+            self.kernel[grid](*tensors, *scalars, **self.constants)
+            return
+        if self._run is None:
+            compiled = self.compile(tensors, scalars)
+            self._run = compiled.run
+            self._handles = compiled.function, compiled.packed_metadata
+        function, metadata = self._handles  # type: ignore[misc]
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
+        # Addresses as numbers: for a tensor the launcher would ask the driver where each one lies.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._run(*grid, 1, stream, function, metadata, None, None, None, *addresses, *scalars, *self.values)
+
+
+def on_device(x: Tensor) -> Any:
+    """Return a context in which launches go to the device of x, or None where they go there already."""
+    if not INTERPRETED and torch._C._cuda_getDevice() == x.get_device():
+        return None
+    return launching(x)

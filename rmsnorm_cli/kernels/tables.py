@@ -1,0 +1,134 @@
+"""The launch tables of the fused kernels: by pass, row width and dtype, measured on one H200 and frozen.
+
+They depend on N and the dtype, never on M, so that a row keeps its bits whatever batch it sits in, and nothing is
+timed at run time. How they were found, and what lost, is in docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WIDEST_SHARED_BACKWARD = 2048 * 4 * 132
+"""Columns that the resident programs of an H200 can share: 1,081,344. Wider rows, and smaller cards, go by chunks."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a forward is launched. `rows`: ROWS rows a program, columns in tiles A + B; `reload`: one row, read twice.
+
+    `shared`: K programs a row, A columns each, `per_sm` programs on an SM; `loop`: one row in chunks of A.
+    """
+
+    path: Literal["rows", "reload", "shared", "loop"]
+    A: int
+    B: int = 0
+    rows: int = 1
+    warps: int = 4
+    stages: int = 1
+    per_sm: int = 0
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How a backward is launched. `walk`: tiles of `rows` rows, columns A + B; `reload`: one row, read twice.
+
+    `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
+    `per_sm` programs on an SM, loads `stages` - 1 tiles ahead.
+    """
+
+    path: Literal["walk", "reload", "shared", "chunks"]
+    A: int
+    B: int = 0
+    rows: int = 1
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 1
+    registers: int | None = None
+
+
+def cover(N: int) -> tuple[int, int]:
+    """Cover N columns by power-of-two tiles: one, or two where one would leave more than an eighth of its lanes
+    idle.
+    """
+    block = 1 << (N - 1).bit_length()
+    first = block // 2
+    if block == N or block <= 8:
+        return block, 0
+    rest = 1 << (N - first - 1).bit_length()
+    return (first, rest) if 8 * (first + rest) <= 7 * block else (block, 0)
+
+
+def fitting(elements: int, width: int) -> int:
+    """Return how many rows of that width a tile of so many elements holds: a power of two from 1 to 256."""
+    return 1 << min(max(elements // width, 1).bit_length() - 1, 8)
+
+
+def forward_table(N: int, itemsize: int) -> Forward:
+    """Choose the forward launch for rows of N columns of `itemsize` bytes."""
+    A, B = cover(N)
+    width = A + B
+    if itemsize == 8:
+        return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
+    if width <= 1024:
+        rows = max(fitting(1024, width), 2)
+        return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
+    if width <= 8192:
+        return Forward("rows", A, B, 1, 4 if width <= 2048 else 8)
+    if N * itemsize <= 32768:
+        return Forward("rows", A, B, 1, 16)
+    if N * itemsize <= 131072:
+        A, B = 1 << (N - 1).bit_length(), 0
+        return Forward("reload", A, B, 1, 32)
+    return Forward("shared", 4096 * 2 // itemsize, warps=4, stages=2, per_sm=5, registers=96)
+
+
+def forward_by_chunks(itemsize: int) -> Forward:
+    """Return the launch for rows of any width that waits for nobody."""
+    return Forward("loop", 16384 // itemsize, warps=16 if itemsize == 2 else 8, stages=3)
+
+
+def backward_table(N: int, itemsize: int) -> Backward:
+    """Choose the backward launch for rows of N columns of `itemsize` bytes."""
+    A, B = cover(N)
+    width = A + B
+    if itemsize == 8:
+        return Backward("walk", A, B, 1, 4, 2, 2) if width <= 2048 else backward_by_chunks(itemsize)
+    if width <= 1024:
+        return Backward("walk", A, B, min(fitting(2048, width), 128), 4, 3, 3)
+    if width <= 2048:
+        return Backward("walk", A, B, 2, 8, 3, 2)
+    if width <= 4096:
+        return Backward("walk", A, B, 2, 8, 3, 1) if itemsize == 2 else Backward("walk", A, B, 1, 16, 3, 1)
+    if width <= 8192:
+        stages = 3 if B == 0 else 4
+        return Backward("walk", A, B, 1, 8 if itemsize == 2 else 16, stages if itemsize == 2 else 3, 1)
+    if width <= 16384:
+        return Backward("reload", 1 << (N - 1).bit_length(), 0, 1, 32, 1, 1)
+    if N <= 24576:
+        return Backward("shared", 4096, warps=4 if itemsize == 2 else 8, stages=3, per_sm=2 if itemsize == 2 else 1)
+    return Backward("shared", 2048, warps=2 if itemsize == 2 else 4, stages=2, per_sm=4 if itemsize == 2 else 2)
+
+
+def backward_by_chunks(itemsize: int) -> Backward:
+    """Return the launch for rows of any width that waits for nobody."""
+    return Backward("chunks", 16384 // itemsize, warps=16 if itemsize == 2 else 8, stages=3)
+
+
+CHUNK_ROWS = 8192
+"""Rows whose means are kept at once by the `chunks` backward: its scratch does not grow with M."""
+
+CHUNK_TILE = (8, 512)
+"""Rows × columns of one step of the `chunks` backward."""
+
+CHUNK_PARTS = 4
+"""Programs that share the rows of a column block in the `chunks` backward."""
+
+COLUMN_SUM_COLUMNS = 32
+COLUMN_SUM_ROWS = 256
+
+SMALL_ROWS = 256
+SMALL_ELEMENTS = 2**18
+SMALL_TILE = (128, 16)
+"""Up to so many rows and elements, dx and dgamma come from one launch, dgamma by tiles of so many rows × columns."""
