@@ -36,6 +36,8 @@ class Protocol:
         self.identity = plan.identity(ground.settings, name, execution, ground.ranks.world)
         self.data = {key: part.sha256 for key, part in ground.data.items()} | {"initial": self.initial_hash()}
         self.states: States = {}
+        command = "rmsnorm train" if ground.ranks.world == 1 else "the same torchrun … -m rmsnorm_cli train"
+        self.how_to_continue = f"continue with: {command} --resume {ground.ranks.from_leader(str(run.dir))}"
 
     def initial_hash(self) -> str:
         """Return the sha256 of the values that the reference and the implementation start from."""
@@ -81,11 +83,7 @@ class Protocol:
         if asked:
             if training:
                 self.keep(training)
-            raise Interrupted(
-                asked,
-                f"{stop.name(asked)}: stopped and saved after {where}; "
-                f"continue with: rmsnorm train --resume {self.run.dir}",
-            )
+            raise Interrupted(asked, f"{stop.name(asked)}: stopped and saved after {where}; {self.how_to_continue}")
 
     def keep(self, training: Training, **more: Any) -> None:
         """Take a phase's state into the run's and save."""

@@ -1,5 +1,6 @@
 """What a finished training run tells: tables for people, a summary for machines, the limits declared before it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def outcome(verdicts: Verdicts, fault: str) -> Outcome:
     counts = count(results)
     status = overall(counts)
     caught = caught_by(results, verdicts)
-    notes = [EVIDENCE] if status == "passed" else [f"{r.gate} ({r.case}): {r.detail}" for r in results if bad(r)][:10]
+    notes = [EVIDENCE] if status == "passed" else worst_of_each_gate(results)
     if fault:
         notes.append(f"fault {fault}: " + "; ".join(f"{key}: {', '.join(g) or 'nothing'}" for key, g in caught.items()))
     return Outcome(
@@ -60,9 +61,18 @@ def outcome(verdicts: Verdicts, fault: str) -> Outcome:
     )
 
 
-def bad(result: CaseResult) -> bool:
-    """Tell whether a result is more than information."""
-    return result.status in ("failed", "error", "inconclusive")
+def worst_of_each_gate(results: Sequence[CaseResult]) -> list[str]:
+    """Return one line for each gate with something wrong: how much, the worst of it, and what that points to."""
+    lines = []
+    for gate in dict.fromkeys(result.gate for result in results):
+        asked = [result for result in results if result.gate == gate]
+        bad = [result for result in asked if result.status in ("failed", "error", "inconclusive")]
+        if bad:
+            worst = max(bad, key=lambda r: math.inf if r.worst is None or math.isnan(r.worst) else r.worst)
+            hints = ", or ".join(dict.fromkeys(result.hint for result in bad if result.hint))
+            points = f"; points to {hints}" if hints else ""
+            lines.append(f"{gate}: {len(bad)} of {len(asked)} {bad[0].status}; {worst.case}: {worst.detail}{points}")
+    return lines
 
 
 def caught_by(results: Sequence[CaseResult], verdicts: Verdicts) -> dict[str, list[str]]:

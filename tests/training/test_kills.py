@@ -65,7 +65,7 @@ def test_runs_killed_at_random_moments_end_with_the_bits_of_one_that_was_not(tra
     """Each kill leaves a newest checkpoint that loads; the final state equals an uninterrupted run's."""
     options = {
         "train__checkpoint_every": 1,
-        "train__steps": 20 + 4 * KILLS,
+        "train__steps": 20 + KILLS // 2,
         "train__twins": 1,
         "run__impl": ["reference"],
     }
