@@ -176,6 +176,7 @@ def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
     """Return matrix and score as the run's summary holds them, for `report` and for whoever reads the JSON."""
     from rmsnorm_cli import gates
 
+    names = [gate.NAME for gate in gates.GATES]
     entries: list[dict[str, Any]] = []
     for fault in faults.CATALOGUE:
         row = rows.get(fault.name, Row(fault.name, "not run"))
@@ -201,12 +202,12 @@ def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
         "elsewhere": {
             entry["name"]: missing
             for entry in mistakes
-            if (missing := [gate for gate in entry["expected"] if gate not in entry["caught_by"]])
+            if (missing := [name for name in entry["expected"] if name in names and name not in entry["caught_by"]])
         },
         "unchanged": rows[UNCHANGED].caught,
     }
     return {
-        "matrix": {"gates": [gate.NAME for gate in gates.GATES], "faults": entries, "execution": device.execution},
+        "matrix": {"gates": names, "faults": entries, "execution": device.execution},
         "score": score,
     }
 
