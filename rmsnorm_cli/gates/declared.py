@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "declared tolerance"
 SCOPES: tuple[Scope, ...] = NUMERIC
-WIDE_ROWS = 3  # rows of the widths that only GPUs are fast at
+WIDE_ROWS = 2  # rows of the widths that only GPUs are fast at
 MANY_ROWS = 65537  # past the largest y-size of a launch grid
 MANY_ROWS_COLS = (33, 255)  # at 256 columns the teaching kernel's partials would pass 64 MiB
 
