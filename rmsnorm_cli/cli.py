@@ -3,12 +3,14 @@
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 Options = dict[str, Any]
+Deferred = Callable[[], int]  # what a command line asks for; run when Typer, which catches interrupts, is done
 Words = list[str] | None
 
 app = typer.Typer(
@@ -69,7 +71,7 @@ def numbers(given: Words) -> list[Any] | None:
     return None if found is None else [number(word) for word in found]
 
 
-def running(function: Callable[..., Options]) -> Callable[..., None]:
+def running(function: Callable[..., Options]) -> Callable[..., Deferred]:
     """Register a running command: its own options, then COMMON; `function` maps its own onto dotted TOML keys."""
     command = function.__name__
     own = inspect.signature(function)
@@ -78,7 +80,7 @@ def running(function: Callable[..., Options]) -> Callable[..., None]:
         for name, kind in COMMON.items()
     ]
 
-    def entry(**given: Any) -> None:
+    def entry(**given: Any) -> Deferred:
         from rmsnorm_cli.session import Request, execute
 
         common = {name: given.pop(name) for name in COMMON}
@@ -102,7 +104,7 @@ def running(function: Callable[..., Options]) -> Callable[..., None]:
             dry_run=bool(common["dry_run"]),
             json=bool(common["json"]),
         )
-        raise typer.Exit(execute(request))
+        return partial(execute, request)
 
     keyword = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None if p.default is p.empty else p.default)
@@ -227,20 +229,20 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     runs_dir: RunsDir = None,
     json: JsonFlag = False,
-) -> None:
+) -> Deferred:
     """Remove run directories and the tool's own cache; never a link's target, never anything else."""
     from rmsnorm_cli.session import aside
 
     given = {"scope": scope, "keep": keep, "older_than": older_than, "dry_run": dry_run, "yes": yes}
-    raise typer.Exit(aside("clean", given, runs_dir=runs_dir, json=json))
+    return partial(aside, "clean", given, runs_dir=runs_dir, json=json)
 
 
 @app.command()
-def doctor(device: DeviceName = None, runs_dir: RunsDir = None, json: JsonFlag = False) -> None:
+def doctor(device: DeviceName = None, runs_dir: RunsDir = None, json: JsonFlag = False) -> Deferred:
     """Check this machine by using it, and say what to do about what is missing."""
     from rmsnorm_cli.session import aside
 
-    raise typer.Exit(aside("doctor", {"device": device}, runs_dir=runs_dir, json=json))
+    return partial(aside, "doctor", {"device": device}, runs_dir=runs_dir, json=json)
 
 
 @app.command()
@@ -251,11 +253,11 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", help="Folder of a page over several runs.")] = None,
     runs_dir: RunsDir = None,
     json: JsonFlag = False,
-) -> None:
+) -> Deferred:
     """Draw a run's figures and write one self-contained HTML page."""
     from rmsnorm_cli.session import aside
 
-    raise typer.Exit(aside("report", {"runs": run or [], "output": output}, runs_dir=runs_dir, json=json))
+    return partial(aside, "report", {"runs": run or [], "output": output}, runs_dir=runs_dir, json=json)
 
 
 @app.command()
@@ -263,11 +265,11 @@ def audit(
     run: Annotated[str, typer.Argument(help="A run directory.")] = "latest",
     runs_dir: RunsDir = None,
     json: JsonFlag = False,
-) -> None:
+) -> Deferred:
     """Re-check a run directory: hashes, configuration, checkpoints and the recorded test error."""
     from rmsnorm_cli.session import aside
 
-    raise typer.Exit(aside("audit", {"run": run}, runs_dir=runs_dir, json=json))
+    return partial(aside, "audit", {"run": run}, runs_dir=runs_dir, json=json)
 
 
 def show_version(value: bool) -> None:

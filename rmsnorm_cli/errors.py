@@ -43,7 +43,7 @@ FOREIGN_EXIT_CODES = {
 
 def exit_code_of(problem: BaseException) -> int | None:
     """Return the exit code of an exception that says something to the user, None for one that is a fault of ours."""
-    if isinstance(problem, RmsnormError):
+    if isinstance(problem, (RmsnormError, Interrupted)):
         return problem.exit_code
     for kind in type(problem).__mro__:
         if kind.__name__ in FOREIGN_EXIT_CODES:
@@ -60,8 +60,11 @@ def sentence(problem: BaseException) -> str:
     return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)
 
 
-class Interrupted(RmsnormError):
-    """The process was asked to stop: exit 130 for SIGINT, 143 for SIGTERM."""
+class Interrupted(KeyboardInterrupt):
+    """The process was asked to stop: exit 130 for SIGINT, 143 for SIGTERM.
+
+    A KeyboardInterrupt and no Exception: a compiler that a signal meets may catch every Exception and go on.
+    """
 
     def __init__(self, signal_number: int, message: str = "interrupted") -> None:
         self.exit_code = 128 + signal_number

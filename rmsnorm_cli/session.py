@@ -118,11 +118,12 @@ def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str
 
 
 def guarded(call: Callable[[], Any], arguments: Sequence[str]) -> int:
-    """Call the command line and turn whatever it raises into one clear sentence and an exit code."""
+    """Parse, then run what was asked for; turn whatever is raised into one clear sentence and an exit code."""
     with interrupts.handled(_interrupt):
         try:
-            returned = call()
-            return returned if isinstance(returned, int) else 0
+            asked = call()
+            code = asked() if callable(asked) else asked
+            return code if isinstance(code, int) else 0
         except (Exception, KeyboardInterrupt) as problem:
             return _failed(problem, arguments)
 

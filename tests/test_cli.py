@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -199,3 +200,28 @@ def test_an_unforeseen_error_is_exit_3_without_a_traceback(tmp_path):
     assert done.returncode == 3
     assert "internal error: ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_with_its_own_exit_code_and_status(number, code, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rmsnorm_cli", "verify", "--device", "interpreter", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    deadline = time.monotonic() + 120
+    while not any((run / "metrics.jsonl").stat().st_size for run in runs(tmp_path) if (run / "metrics.jsonl").exists()):
+        assert time.monotonic() < deadline, "the run never began"
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    document = json.loads(out)
+    (directory,) = runs(tmp_path)
+    recorded = json.loads((directory / "run.json").read_text())
+    assert document["status"] == recorded["status"] == "interrupted"
+    assert document["exit_code"] == recorded["exit_code"] == code
+    assert document["run_dir"] == f"runs/{directory.name}"
+    assert "Traceback" not in err

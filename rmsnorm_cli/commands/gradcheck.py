@@ -223,7 +223,7 @@ def check_implementation(
 
         def registered() -> None:
             x, gamma = (t.detach().clone().requires_grad_() for t in (p.x, p.gamma))
-            torch.library.opcheck(ops.FORWARD, (x, gamma, p.eps))
+            torch.library.opcheck(ops.fused_forward, (x, gamma, p.eps))
 
         judge = Judge(impl.name, execution, "the registered operator")
         question = "opcheck: schema, autograd, fake tensor and dispatch are registered; it judges no number"

@@ -157,7 +157,7 @@ class Verify(Table):
     )
     layouts: Many[Layout] = Field(default=tuple(LAYOUTS), description="how x and dy lie in memory")
     only: Many[Scope] = Field(default=get_args(Scope), description="what is checked")
-    repeats: Repeats = Field(default=3, description="runs whose bits are compared for determinism")
+    repeats: Repeats = Field(default=20, description="runs whose bits are compared for determinism")
     timeout: Seconds = Field(
         default=120.0, description="seconds a foreign implementation may take for one question before it is killed"
     )

@@ -1,11 +1,13 @@
 """Claims about the declared tolerance gate: its plan, one run a case, its verdict words, and the mistakes it names."""
 
+import signal
 from collections import Counter
 
 import pytest
 import torch
 
 from rmsnorm_cli import cases
+from rmsnorm_cli.errors import Interrupted
 from rmsnorm_cli.gates import candidates, declared, hypotheses
 from rmsnorm_cli.kernels.foreign import ForeignRefused, ForeignTimeout
 from rmsnorm_cli.layouts import Inputs
@@ -117,9 +119,7 @@ def test_what_is_raised_or_missing_gets_its_own_word(ask, impl, small, norm, our
 def test_a_backward_that_raises_leaves_the_forward_judged(ask, impl, small):
     def norm(x, gamma, eps):
         y = candidates.eager(x, gamma, eps)
-        y.register_hook(
-            raising(RuntimeError) if False else (lambda _: (_ for _ in ()).throw(NotImplementedError("no")))
-        )
+        y.register_hook(lambda _: (_ for _ in ()).throw(NotImplementedError("no")))
         return y
 
     found = statuses(ask(declared, impl(norm), small()))
@@ -129,6 +129,19 @@ def test_a_backward_that_raises_leaves_the_forward_judged(ask, impl, small):
 def test_an_interrupt_is_not_the_implementations_doing(ask, impl, small):
     with pytest.raises(KeyboardInterrupt):
         ask(declared, impl(raising(KeyboardInterrupt)), small())
+
+
+def test_a_signal_passes_through_code_that_catches_every_exception(ask, impl, small):
+    """A compiler wraps whatever is raised inside it; SIGTERM during a compilation must end the run all the same."""
+
+    def swallowing(x, gamma, eps):
+        try:
+            raise Interrupted(signal.SIGTERM)
+        except Exception as problem:
+            raise RuntimeError("the backend failed") from problem
+
+    with pytest.raises(Interrupted):
+        ask(declared, impl(swallowing), small())
 
 
 def test_a_gradient_that_is_missing_fails(ask, impl, small):
