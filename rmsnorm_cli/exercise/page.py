@@ -1,9 +1,12 @@
 """`--fault NAME`: one mistake on one page: what it is, who notices, and the wrong value, predicted and measured."""
 
+import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.cases import Case
+from rmsnorm_cli.errors import EnvironmentProblem
 from rmsnorm_cli.exercise import matrix
 from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
 from rmsnorm_cli.faults import Fault, apply
@@ -25,10 +28,14 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     for line in heading(fault):
         console.note(line)
     if fault.cuda_only and device.execution != "cuda":
-        return not_here(fault, device)
+        raise EnvironmentProblem(
+            f"{fault.name} needs a GPU: {fault.cuda_only}; run it with --device cuda where there is one"
+        )
     asked = {"the usual test": NAIVE, "the hiding input": fault.hiding, "the exposing input": fault.exposing}
     if fault.exposing == fault.hiding:
         asked = {"the usual test": NAIVE, "one call": fault.hiding}
+    elif fault.hiding == NAIVE:
+        asked = {"the usual test, which hides it": NAIVE, "the exposing input": fault.exposing}
     seen = {
         who: (question, judge(faults.implementation(fault.name, run.dir), question, device.torch_device))
         for who, question in asked.items()
@@ -57,23 +64,15 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 
 def heading(fault: Fault) -> list[str]:
     """Return name, story, sightings and diff."""
-    lines = [f"{fault.name} ({fault.stage})", fault.story]
+    texts = [fault.story]
     if fault.seen:
-        lines.append(
+        texts.append(
             f"Seen in: {', '.join(fault.seen)} (on GitHub; the same kind of mistake, not always in an RMSNorm)."
         )
     if fault.equivalent:
-        lines.append(f"No mistake: {fault.equivalent}")
-    return [*lines, "", *apply.diff(fault).splitlines(), ""]
-
-
-def not_here(fault: Fault, device: "Device") -> Outcome:
-    """Return that this mistake needs a GPU: nothing was judged."""
-    result = CaseResult(
-        fault.name, device.execution, "properties", "catalogue", "", fault.name, "skipped", None, fault.cuda_only
-    )
-    note = f"It needs a GPU: {fault.cuda_only}."
-    return Outcome("inconclusive", device.execution, count([result]), notes=(note,), results=(result,))
+        texts.append(f"No mistake: {fault.equivalent}")
+    lines = [line for text in texts for line in textwrap.wrap(text, 100)]
+    return [f"{fault.name} ({fault.stage})", *lines, "", *apply.diff(fault).splitlines(), ""]
 
 
 def foreseen(fault: Fault, exposed: Judged, device: "Device") -> list[CaseResult]:
@@ -103,7 +102,9 @@ def notice_table(seen: dict[str, tuple[Case | Example, Judged]]) -> Table:
 def cell(found: Comparison) -> str:
     """Return how one tensor came out, in two words."""
     if found.worst is None:
-        return "right" if found.ok else f"wrong: {found.detail[:60]}"
+        return "right" if found.ok else f"wrong: {shortened(found.detail, 40)}"
+    if not found.ok and found.got is not None and not math.isfinite(found.got):
+        return f"wrong ({found.got})"
     return f"{'right' if found.ok else 'wrong'} ({found.worst:.2g})"
 
 
@@ -113,9 +114,9 @@ def gate_table(fault: Fault, row: matrix.Row) -> Table:
     for gate, asked in row.asked.items():
         objection = row.caught.get(gate)
         said = "objects to nothing" if objection is None else f"{objection['case']}: {shortened(objection['detail'])}"
-        expected = "expected" if gate in fault.expected else ""
+        expected = "yes" if gate in fault.expected else ""
         body.append((gate, "caught" if objection else "-", expected, str(asked), said))
-    return Table("gates of verify", ("gate", "verdict", "", "questions", "first objection"), tuple(body))
+    return Table("gates of verify", ("gate", "verdict", "expected", "questions", "first objection"), tuple(body))
 
 
 def shortened(text: str, length: int = 110) -> str:

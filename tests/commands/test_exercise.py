@@ -11,7 +11,7 @@ import torch
 from rmsnorm_cli import config, environment, faults, gates
 from rmsnorm_cli.commands import exercise
 from rmsnorm_cli.console import Console
-from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 from rmsnorm_cli.exercise import gates_page, lesson, matrix, pool, questions
 from rmsnorm_cli.exercise.matrix import UNCHANGED, Row
 from rmsnorm_cli.run import open_run
@@ -179,10 +179,12 @@ def test_an_equivalent_change_passes_because_nobody_objects(tmp_path):
 
 
 @pytest.mark.skipif(ON_GPU, reason="it runs on a GPU")
-def test_a_mistake_that_needs_a_gpu_is_not_judged_without_one(tmp_path):
-    outcome, _ = perform(tmp_path, fault="atomic-sum")
-    assert outcome.status == "inconclusive"
-    assert "It needs a GPU: the interpreter runs programs one after the other" in outcome.notes[0]
+def test_a_mistake_that_needs_a_gpu_is_refused_without_one(tmp_path):
+    """It is shown, and then it is the machine that is missing something: exit 4, not a verdict."""
+    with pytest.raises(
+        EnvironmentProblem, match="atomic-sum needs a GPU: the interpreter runs programs one after the other"
+    ):
+        perform(tmp_path, fault="atomic-sum")
 
 
 # --- all mistakes -----------------------------------------------------------------------------------------------------
