@@ -145,7 +145,7 @@ def noticed(run: "Run", device: "Device") -> list[CaseResult]:
     for question, notices in ((NAIVE, False), (rows(N=SAFE), False), (rows(), True)):
         judged = judge(impl, question, device.torch_device)
         worst = max((part.worst or 0.0 for part in judged.parts.values()), default=0.0)
-        what = "passes" if judged.ok else f"fails ({', '.join(judged.wrong)})"
+        what = "passes" if judged.ok else f"fails: {', '.join(judged.wrong)}"
         status: Any = "passed" if judged.ok != notices else "failed"
         results.append(
             CaseResult(
@@ -189,58 +189,46 @@ def forward_table(
     lines: dict[str, tuple[str, float | str, float | str]] = {
         "sum": ("sum of squares", faulty.mean(eps) * BLOCK, correct.mean(eps) * N),
         "mean": ("mean square", faulty.mean(eps), correct.mean(eps)),
-        "denominator": ("sqrt(mean + eps)", f"{1 / faulty.rstd:.6f}: {size}", f"{1 / correct.rstd:.7f}"),
+        "denominator": ("sqrt(mean + eps)", f"{1 / faulty.rstd:.6f} {size}", f"{1 / correct.rstd:.7f}"),
         "output": ("y", faulty.y, correct.y),
         "at256": (f"y at N = {SAFE}", safe.y, seen[RIGHT, SAFE].y),
     }
     by_hand: dict[str, float | str] = {
         **should,
-        "denominator": f"{math.sqrt(N / BLOCK + eps):.6f}: {should['denominator']}",
+        "denominator": f"{math.sqrt(N / BLOCK + eps):.6f} {should['denominator']}",
     }
     body = tuple(
         (what, shown(given.get(key)), shown(by_hand[key]), shown(measured), shown(without))
         for key, (what, measured, without) in lines.items()
     )
     caption = "sum and mean square are worked back from the rstd that the kernel saved"
-    columns = ("quantity", "your prediction", "arithmetic", "measured", "without the mistake")
+    columns = ("quantity", "predicted", "arithmetic", "measured", "correct")
     return Table(f"{N} ones, divided by the block of {BLOCK}", columns, body, caption)
 
 
 def backward_table(seen: dict[tuple[str, int], Seen], eps: float) -> Table:
     """Return what becomes of y and dx as the two divisors are wrong together, or one at a time."""
-    words = {
-        RIGHT: "neither",
-        FORWARD: "the forward's",
-        BOTH: "both",
-        BACKWARD: "the backward's: forward mended",
-    }
+    words = {RIGHT: "neither", FORWARD: "forward's", BOTH: "both", BACKWARD: "backward's"}
     body = []
     for name, what in words.items():
-        want = expected(name, N, eps)
-        got, safe = seen[name, N], seen[name, SAFE]
-        body.append((what, shown(want.y), shown(got.y), shown(want.dx), shown(got.dx), f"{safe.y:.7g}, {safe.dx:.2g}"))
-    columns = (
-        "wrong divisor",
-        "y by arithmetic",
-        "y measured",
-        "dx by arithmetic",
-        "dx measured",
-        f"y, dx at N = {SAFE}",
+        want, got = expected(name, N, eps), seen[name, N]
+        body.append((what, *(shown(value) for value in (want.y, got.y, want.dx, got.dx))))
+    columns = ("wrong divisor", "y by hand", "y measured", "dx by hand", "dx measured")
+    same = len({seen[name, SAFE] for name in words}) == 1
+    caption = f"backward's alone: the forward has been mended. At N = {SAFE} " + (
+        f"all four give y = {seen[BOTH, SAFE].y:.7g}, dx = {seen[BOTH, SAFE].dx:.2g}" if same else "they differ too"
     )
-    return Table(f"the backward has a divisor of its own ({N} ones, dy 1)", columns, tuple(body))
+    return Table(f"the backward has a divisor of its own ({N} ones, dy 1)", columns, tuple(body), caption)
 
 
 def notice_table(results: list[CaseResult]) -> Table:
     """Return which of three tests notices the mistake."""
-    names = {NAIVE.id: "the usual test: unit normal, gamma 1", rows(N=SAFE).id: "rows of every size, N = 256"}
-    body = tuple(
-        (names.get(r.case, "rows of every size, N = 258"), r.case, r.detail, f"{r.worst:.3g}")
-        for r in results
-        if r.gate == "noticed"
-    )
-    return Table(
-        "who notices (the forward's divisor is wrong)", ("test", "input", "verdict", "worst error/tolerance"), body
-    )
+    names = {
+        NAIVE.id: f"usual: {NAIVE.M} x {NAIVE.N}, unit normal, gamma 1",
+        **{rows(N=n).id: f"{rows().M} x {n}, rows of every size" for n in (SAFE, rows().N)},
+    }
+    body = tuple((names[r.case], r.detail, f"{r.worst:.3g}") for r in results if r.gate == "noticed")
+    return Table("who notices (the forward's divisor is wrong)", ("test", "verdict", "error/limit"), body)
 
 
 def conclusion(

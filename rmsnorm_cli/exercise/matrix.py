@@ -213,7 +213,7 @@ def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
 
 
 def table(rows: dict[str, Row], device: "Device") -> Table:
-    """Return the matrix for people: one row for each mistake, one column for each gate."""
+    """Return the matrix for people: one row for each mistake, one narrow column for each gate."""
     from rmsnorm_cli import gates
 
     names = [gate.NAME for gate in gates.GATES]
@@ -221,12 +221,14 @@ def table(rows: dict[str, Row], device: "Device") -> Table:
     for fault in faults.CATALOGUE:
         row = rows.get(fault.name)
         if row is None:
-            body.append((fault.name, fault.stage, "not run", *("" for _ in names)))
+            body.append((fault.name, *("" for _ in range(1 + len(names)))))
             continue
-        kind = "none: equivalent" if fault.equivalent else fault.stage
-        body.append((fault.name, kind, row.naive, *("caught" if name in row.caught else "-" for name in names)))
-    columns = ("mistake", "pass", "usual test", *(name.split()[-1 if "tolerance" not in name else 0] for name in names))
-    return Table(f"which gate catches which mistake ({device.name})", columns, tuple(body))
+        marks = [row.naive == "caught", *(name in row.caught for name in names)]
+        body.append((fault.name, *("x" if mark else "-" for mark in marks)))
+    legend = ", ".join(f"{number} {name}" for number, name in enumerate(names, 1))
+    columns = ("mistake", "0", *(str(number) for number in range(1, 1 + len(names))))
+    title = f"which check catches which mistake ({device.name})"
+    return Table(title, columns, tuple(body), f"x: caught. 0 the usual test, {legend}")
 
 
 def missed(rows: dict[str, Row]) -> tuple[Table, ...]:
