@@ -3,7 +3,6 @@
 All that the next step depends on is in `Training.state()`; what is left out of it would show after a resume.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -201,7 +200,7 @@ class Training:
 
     def restore(self, saved: State) -> None:
         """Continue from a saved state, whose weights the network already has."""
-        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         self.order.restore(saved["order"])
         if self.twin:
@@ -211,7 +210,7 @@ class Training:
             raise ValueError(f"{len(self.history)} steps are recorded and {self.step} were made")
         self.landmarks = dict(saved["landmarks"])
         own = saved["ranks"][self.ground.ranks.rank]
-        self.counted = copy.deepcopy(own["counted"])
+        self.counted = own["counted"]
         torch.set_rng_state(own["torch"])  # no norm of ours draws from these, a foreign one may
         if own["cuda"] is not None:
             torch.cuda.set_rng_state(own["cuda"], self.ground.device)

@@ -28,7 +28,7 @@ SMALL = {
     "train.width": 33,
     "train.batch": 8,
     "train.steps": 12,
-    "train.twins": 2,
+    "train.twins": 1,
     "train.seed_noise_runs": 1,
     "train.checkpoint_every": 4,
     "train.validate_every": 3,
@@ -46,6 +46,7 @@ class Trainer:
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch
+    device: Device = CPU
 
     def settings(self, **options: Any) -> config.Settings:
         """Return small settings; `train__steps=3` sets train.steps."""
@@ -55,18 +56,18 @@ class Trainer:
     def start(self, implementation: Implementation | None = None, **options: Any) -> tuple[Path, Outcome]:
         """Train from the start in a new run directory."""
         settings = self.settings(**options)
-        with run.open_run(settings, ["rmsnorm", "train"], CPU, {}) as opened:
+        with run.open_run(settings, ["rmsnorm", "train"], self.device, {}) as opened:
             self.newest = opened.dir
-            outcome = train.run(settings, opened, Console(quiet=True), CPU, implementation or right())
+            outcome = train.run(settings, opened, Console(quiet=True), self.device, implementation or right())
             opened.finish(outcome)
         return opened.dir, outcome
 
     def resume(self, directory: Path, implementation: Implementation | None = None, **train_keys: Any) -> Outcome:
         """Continue a run with its recorded settings, but for `train_keys`."""
-        with run.reopen(directory, self.settings(), ["rmsnorm", "train"], CPU, {}) as opened:
+        with run.reopen(directory, self.settings(), ["rmsnorm", "train"], self.device, {}) as opened:
             table = opened.settings.train.model_copy(update=train_keys)
             settings = replace(opened.settings, table=table)
-            outcome = train.run(settings, opened, Console(quiet=True), CPU, implementation or right())
+            outcome = train.run(settings, opened, Console(quiet=True), self.device, implementation or right())
             opened.finish(outcome)
         return outcome
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rmsnorm_cli import config, run
+from rmsnorm_cli import config, environment, run
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import Device
@@ -21,10 +21,13 @@ CPU = Device("interpreter", "interpreter", "cpu", "CPU")
 
 
 def trained(folder: Path, options: dict[str, Any], **override: Any) -> None:
-    """Train with options and leave the outcome of each rank beside the runs."""
+    """Train with options, on the device they name, and leave the outcome of each rank beside the runs."""
     settings = config.load("train", options=options | {"run.dir": str(folder)} | override)
-    with run.open_run(settings, ["train"], CPU, {}) as opened:
-        outcome = train.run(settings, opened, Console(quiet=True), CPU, implementation("torch"))
+    on_gpu = settings.run.device == "cuda"
+    device = environment.choose_device("cuda", folder) if on_gpu else CPU
+    norm = implementation(config.DEFAULT_IMPL["train"][0] if on_gpu else "torch")
+    with run.open_run(settings, ["train"], device, {}) as opened:
+        outcome = train.run(settings, opened, Console(quiet=True), device, norm)
         opened.finish(outcome)
     name = settings.run.name or "plain"
     report = {"status": outcome.status, "failed": [r.detail for r in outcome.results if r.status == "failed"]}
@@ -49,11 +52,11 @@ def gradients(folder: Path) -> None:
 
 
 def lost(folder: Path, options: dict[str, Any]) -> None:
-    """Let rank 1 die in the middle of a step."""
+    """Let rank 1 die before a step that rank 0 begins."""
     advance = loop.Training.advance
 
     def dying(training: loop.Training) -> dict[str, float]:
-        if training.ground.ranks.rank == 1 and training.phase.key == "adam/torch" and training.step == 5:
+        if training.ground.ranks.rank == 1 and training.phase.kind == "implementation" and training.step == 5:
             os._exit(9)
         return advance(training)
 
@@ -71,6 +74,9 @@ def main() -> None:
     options = json.loads((folder / "options.json").read_text())
     if scenario == "lost":
         lost(folder, options)
+        return
+    if scenario == "plain":
+        trained(folder, options)
         return
     dist.init_process_group("gloo")
     gradients(folder)

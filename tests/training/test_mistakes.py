@@ -8,11 +8,11 @@ from rmsnorm_cli.kernels import Implementation, implementation
 from rmsnorm_cli.training.loop import ImplementationRaised
 
 OPTIONS = {
-    "train__steps": 25,
+    "train__steps": 15,
     "train__width": 257,
     "train__batch": 32,
     "data__train": 512,
-    "train__checkpoint_every": 25,
+    "train__checkpoint_every": 15,
 }
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmsnorm_cli import checkpoint
+from rmsnorm_cli import checkpoint, config
+from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.kernels import implementation
 from rmsnorm_cli.training.ranks import Ranks, joined
@@ -87,7 +88,7 @@ def test_gammas_gradient_is_the_mean_over_all_rows_on_every_rank(two, name):
 
 
 def test_a_rank_that_dies_ends_the_run_with_a_clear_status(tmp_path, small):
-    done = torchrun(tmp_path, "lost", small)
+    done = torchrun(tmp_path, "lost", small | {"train.optimizers": ["adam"]})
     assert done.returncode != 0
     said = (tmp_path / "lost-0.txt").read_text()
     assert said.startswith("ProcessLost 4 another of the 2 processes of this run has died")
@@ -124,3 +125,38 @@ def test_half_a_torchrun_environment_is_refused(monkeypatch, environment):
 def test_an_error_of_our_own_is_not_taken_for_a_lost_process():
     with pytest.raises(RuntimeError, match="shapes"), Ranks(0, 2).watched():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_kernel_on_the_gpu_learns_and_resumes_to_the_same_bits(trainer, left, differing):
+    trainer.device = Device("cuda", "cuda", "cuda:0", torch.cuda.get_device_name(0))
+    norm = implementation(config.DEFAULT_IMPL["train"][0])
+    straight, outcome = trainer.start(norm)
+    assert outcome.status == "passed", outcome.notes
+    directory = trainer.killed(f"adam/{norm.name}", 7, norm)
+    trainer.resume(directory, norm)
+    assert differing(left(directory), left(straight)) is None
+
+
+@pytest.mark.gpu2
+def test_two_gpus_over_nccl_learn_what_one_learns_but_for_rounding(tmp_path, trainer, small):
+    done = torchrun(tmp_path, "plain", small | {"run.device": "cuda"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    trainer.device = Device("cuda", "cuda", "cuda:0", torch.cuda.get_device_name(0))
+    directory, _ = trainer.start(implementation(config.DEFAULT_IMPL["train"][0]), run__dir=str(tmp_path / "alone"))
+    alone = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    together = read(tmp_path, "2*-train/metrics.jsonl")
+    assert len(together) == len(alone)
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(together, alone, strict=True)) < 1e-5
+
+
+@pytest.mark.gpu2
+def test_a_gpu_rank_that_dies_ends_the_run_with_a_clear_status(tmp_path, small):
+    done = torchrun(tmp_path, "lost", small | {"run.device": "cuda"})
+    assert done.returncode != 0
+    assert (tmp_path / "lost-0.txt").read_text().startswith("ProcessLost 4")
+    (directory,) = tmp_path.glob("2*-train")
+    assert json.loads((directory / "run.json").read_text())["status"] == "error"
