@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.kernels import fused, reference, rowwise
+from rmsnorm_cli.kernels import fused, ops, reference, rowwise
 from rmsnorm_cli.kernels.autograd import KernelPair, count, differentiable
 from rmsnorm_cli.kernels.contract import (
     CallSpec,
@@ -80,7 +80,7 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
 
 
 ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
-FUSED = KernelPair("fused", fused.forward, fused.backward, contiguous_dy=False, second_derivative=True)
+FUSED = KernelPair("fused", fused.forward, fused.backward, contiguous_dy=False, second_derivative=True, op=ops.rms_norm)
 
 
 def from_pair(pair: KernelPair, accepts: Callable[[CallSpec], str | None]) -> Implementation:

@@ -22,7 +22,9 @@ _lock = threading.Lock()  # the backward of a CUDA graph is counted from the eng
 def count(name: str, event: str) -> None:
     """Add one to an event of an implementation: a call that ran, or a copy that its wrapper had to make."""
     with _lock:
-        _counts.setdefault(name, dict.fromkeys(EVENTS, 0))[event] += 1
+        if name not in _counts:
+            _counts[name] = dict.fromkeys(EVENTS, 0)
+        _counts[name][event] += 1
 
 
 def counters() -> dict[str, dict[str, int]]:
@@ -62,7 +64,7 @@ class KernelPair:
 
     `contiguous_dy`: the backward reads dy contiguous, so the wrapper copies any other (counted as `copies`).
     `second_derivative`: differentiate the reference formula when a second derivative is asked for (counted as
-    `double_backward`); otherwise it is refused.
+    `double_backward`); otherwise it is refused. `op`: the same as a registered operator, for torch.compile's graphs.
     """
 
     name: str
@@ -70,17 +72,20 @@ class KernelPair:
     backward: Backward
     contiguous_dy: bool = True
     second_derivative: bool = False
+    op: Callable[[Tensor, Tensor | None, float], Tensor] | None = None
 
 
 def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float], Tensor]:
     """Return f(x, gamma, eps) -> y that runs the pair's kernels forward and backward.
 
     Autocast casts nothing here: x and gamma reach the launcher in the dtypes they have. Inside a torch.func transform
-    it raises ContractError, and torch.compile breaks its graph at the call.
+    it raises ContractError; torch.compile takes the pair's `op`, or breaks its graph at the call.
     """
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if torch.compiler.is_compiling():
+            if pair.op is not None:
+                return pair.op(x, gamma, eps)
             # Dynamo would trace into the launch: break its graph here, and run as without it.
             untraced: Tensor = torch.compiler.disable(run)(x, gamma, eps)  # type: ignore[no-untyped-call]
             return untraced
@@ -92,8 +97,14 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
                 f"{pair.name} was called inside a torch.func transform (vmap, grad, jvp, ...): "
                 "it takes plain tensors alone; use impl='reference' there"
             )
-        y: Tensor = _Normalise.apply(x, gamma, eps_value(eps), pair)
-        return y
+        eps = eps_value(eps)
+        differentiated = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, gamma))
+        if not (differentiated and torch.is_grad_enabled()):
+            y, _ = pair.forward(x, gamma, eps)
+            count(pair.name, "forward")
+            return y
+        result: Tensor = _Normalise.apply(x, gamma, eps, pair)
+        return result
 
     return call
 

@@ -180,7 +180,7 @@ class BackwardPlan:
         dgamma = None
         if self.need_dgamma:
             assert gamma is not None
-            dgamma = torch.empty(self.N, dtype=gamma.dtype, device=x.device)
+            dgamma = torch.empty_like(gamma, memory_format=torch.contiguous_format)
         if self.path == "backward/empty":
             return dx, None if dgamma is None else dgamma.zero_(), self.path
         weights = x if gamma is None else gamma

@@ -1,5 +1,4 @@
-"""The fused backward, where one program holds whole rows: persistent programs walk the rows, dgamma is summed on the
-way.
+"""The fused backward, where one program holds whole rows: persistent programs walk them and sum dgamma on the way.
 
     x_hat  = x · rstd
     u      = dy · gamma
@@ -7,11 +6,13 @@ way.
     dgamma = sum over rows of dy · x_hat
 
 `walk_kernel`: each program takes every P-th tile of ROWS rows, the next tiles being loaded through shared memory
-meanwhile. It adds what its rows give to dgamma in registers and writes that once, as its private row of `partial` (P,
-N): the scratch does not grow with M. `column_sum_kernel` adds the P rows in a fixed order: no atomics, so the same
+meanwhile. It adds what its rows give to dgamma in registers and writes that once, as its private row of `partial`
+(P, N): the scratch does not grow with M. `column_sum_kernel` adds the P rows in a fixed order: no atomics, so the same
 bits each time. `small_kernel` does both for few rows in one launch: dgamma needs rstd but no mean, so other programs
 own its columns.
 """
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 import triton
 import triton.language as tl

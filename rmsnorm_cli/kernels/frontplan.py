@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import triton
 from torch import Tensor
 
 from rmsnorm_cli.kernels import forward, split
-from rmsnorm_cli.kernels.contract import INTERPRETED
+from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import alignment, describe, empty_in_order, walking_order
 from rmsnorm_cli.kernels.tables import Forward, forward_by_chunks, forward_table
@@ -42,6 +43,9 @@ class ForwardPlan:
     """Everything of a forward that the same call next time need not find out again."""
 
     def __init__(self, x: Tensor, gamma: Tensor | None) -> None:
+        wide = x.dtype == torch.float64
+        self.smallest = sys.float_info.min if wide else FP32_SMALLEST_NORMAL
+        self.largest = sys.float_info.max if wide else FP32_LARGEST
         self.N = x.shape[-1]
         self.M = x.numel() // self.N
         if self.M == 0:
@@ -49,6 +53,7 @@ class ForwardPlan:
         order = walking_order(x)
         assert order is not None
         self.order = order
+        self.accumulator, self.device = accumulator(x.dtype), x.device
         self.contiguous = x.is_contiguous()
         rows = describe(x, order)
         assert rows is not None
@@ -119,7 +124,7 @@ class ForwardPlan:
         if self.M == 0:
             return torch.empty_like(x), x.new_empty(0, dtype=accumulator(x.dtype)), "forward/empty"
         y = torch.empty_like(x) if self.contiguous else empty_in_order(x, self.order)
-        rstd = torch.empty(self.M, dtype=accumulator(x.dtype), device=x.device)
+        rstd = torch.empty(self.M, dtype=self.accumulator, device=self.device)
         tensors = (x, x if gamma is None else gamma, y, rstd)
         if self.config.path != "shared":
             self.program.launch(self.grid, tensors, (self.M, self.N, eps, *self.layout))

@@ -6,8 +6,6 @@ kept, so that the same call later costs a look-up, its outputs and the launches.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections import Counter
 from typing import Any
 
@@ -43,6 +41,7 @@ def reset_launched() -> None:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what of a tensor can decide a launch, the contract's answer included."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, tensor.get_device(), tensor.is_neg()
 
 
@@ -63,10 +62,14 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor
             return forward(x, None if gamma is None else gamma.resolve_neg(), eps)
         plan = ForwardPlan(x, gamma)
         _remember(_forward_plans, key, plan)
-    elif not 0 < eps < math.inf:
+    elif not plan.smallest <= eps <= plan.largest:
         check_fused(x, gamma, eps)
-    with on_device(x) or contextlib.nullcontext():
+    elsewhere = on_device(x)
+    if elsewhere is None:
         y, rstd, path = plan.run(x, gamma, eps)
+    else:
+        with elsewhere:
+            y, rstd, path = plan.run(x, gamma, eps)
     LAUNCHED[path] += 1
     return y, rstd
 
@@ -100,8 +103,12 @@ def backward(
             return backward(dy, x, gamma, rstd, need_dx=need_dx, need_dgamma=need_dgamma)
         plan = BackwardPlan(dy, x, gamma, order, need_dx, need_dgamma)
         _remember(_backward_plans, key, plan)
-    with on_device(x) or contextlib.nullcontext():
+    elsewhere = on_device(x)
+    if elsewhere is None:
         dx, dgamma, path = plan.run(dy, x, gamma, rstd)
+    else:
+        with elsewhere:
+            dx, dgamma, path = plan.run(dy, x, gamma, rstd)
     LAUNCHED[path] += 1
     return dx, dgamma
 

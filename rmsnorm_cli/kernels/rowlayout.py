@@ -1,6 +1,4 @@
-"""How the rows of a tensor lie in memory: the few strides by which a kernel finds them, or None where there are too
-many.
-"""
+"""How the rows of a tensor lie in memory: the few strides by which a kernel finds them, or that there are too many."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ class Rows:
 
 
 def describe(tensor: Tensor, order: Sequence[int]) -> Rows | None:
-    """Return how the rows of a tensor lie when its leading dimensions are walked in this order; None: not by two
-    strides.
+    """Return how rows lie when the leading dimensions are walked in this order; None where two strides do not do.
 
     Neighbours that one stride serves are merged; a size of 1 has no stride. A tensor of at most one row starts at 0.
     """
@@ -75,7 +72,7 @@ def walking_order(x: Tensor) -> tuple[int, ...] | None:
     natural = tuple(range(x.dim() - 1))
     if describe(x, natural) is not None:
         return natural
-    by_stride = tuple(sorted(natural, key=lambda dimension: -x.stride(dimension)))
+    by_stride = tuple(sorted(natural, key=lambda dimension: x.stride()[dimension], reverse=True))
     return by_stride if describe(x, by_stride) is not None else None
 
 

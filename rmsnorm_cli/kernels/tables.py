@@ -49,9 +49,7 @@ class Backward:
 
 
 def cover(N: int) -> tuple[int, int]:
-    """Cover N columns by power-of-two tiles: one, or two where one would leave more than an eighth of its lanes
-    idle.
-    """
+    """Cover N columns by one power-of-two tile, or by two where one would leave over an eighth of its lanes idle."""
     block = 1 << (N - 1).bit_length()
     first = block // 2
     if block == N or block <= 8:
@@ -65,6 +63,11 @@ def fitting(elements: int, width: int) -> int:
     return 1 << min(max(elements // width, 1).bit_length() - 1, 8)
 
 
+def odd(N: int, itemsize: int) -> bool:
+    """Say whether rows of N columns do not start on 4 bytes, so that every access is of one element."""
+    return N * itemsize % 4 != 0
+
+
 def forward_table(N: int, itemsize: int) -> Forward:
     """Choose the forward launch for rows of N columns of `itemsize` bytes."""
     A, B = cover(N)
@@ -75,11 +78,10 @@ def forward_table(N: int, itemsize: int) -> Forward:
         rows = max(fitting(1024, width), 2)
         return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
     if width <= 8192:
-        return Forward("rows", A, B, 1, 4 if width <= 2048 else 8)
+        return Forward("rows", A, B, 1, 4 if width <= 2048 or odd(N, itemsize) else 8)
     if N * itemsize <= 32768:
         return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
-        A, B = 1 << (N - 1).bit_length(), 0
         return Forward("reload", A, B, 1, 32)
     return Forward("shared", 4096 * 2 // itemsize, warps=4, stages=2, per_sm=5, registers=96)
 
@@ -97,6 +99,8 @@ def backward_table(N: int, itemsize: int) -> Backward:
         return Backward("walk", A, B, 1, 4, 2, 2) if width <= 2048 else backward_by_chunks(itemsize)
     if width <= 1024:
         return Backward("walk", A, B, min(fitting(2048, width), 128), 4, 3, 3)
+    if odd(N, itemsize) and width <= 8192:
+        return Backward("walk", A, B, 1, 4 if width < 8192 else 8, 3, 2 if width < 8192 else 1)
     if width <= 2048:
         return Backward("walk", A, B, 2, 8, 3, 2)
     if width <= 4096:

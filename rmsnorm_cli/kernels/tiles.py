@@ -10,6 +10,8 @@ and a fused multiply-add is written as `tl.fma`. So the same numbers in the same
 kernel.
 """
 
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
 import triton
 import triton.language as tl
 
