@@ -55,7 +55,8 @@ def execute(request: Request) -> int:
         reopen(resume, settings, sys.argv, device, facts) if resume else open_run(settings, sys.argv, device, facts)
     )
     with opened as run:
-        console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
+        if run.writes:  # under torchrun rank 0 speaks for all
+            console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
         extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}
         try:
             outcome: Outcome = command.run(run.settings, run, console, device, **extra)
