@@ -13,7 +13,6 @@ from rmsnorm_cli import config, environment, run
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import Device
-from rmsnorm_cli.errors import RmsnormError
 from rmsnorm_cli.kernels import implementation
 from rmsnorm_cli.training import loop, ranks
 
@@ -61,11 +60,7 @@ def lost(folder: Path, options: dict[str, Any]) -> None:
         return advance(training)
 
     loop.Training.advance = dying  # type: ignore[method-assign]
-    try:
-        trained(folder, options)
-    except RmsnormError as problem:
-        (folder / f"lost-{run.rank()}.txt").write_text(f"{type(problem).__name__} {problem.exit_code} {problem}")
-        sys.exit(problem.exit_code)
+    trained(folder, options)
 
 
 def main() -> None:
