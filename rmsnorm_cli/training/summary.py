@@ -69,8 +69,10 @@ def worst_of_each_gate(results: Sequence[CaseResult]) -> list[str]:
         bad = [result for result in asked if result.status in ("failed", "error", "inconclusive")]
         if bad:
             worst = max(bad, key=lambda r: math.inf if r.worst is None or math.isnan(r.worst) else r.worst)
-            hints = ", or ".join(dict.fromkeys(result.hint for result in bad if result.hint))
-            points = f"; points to {hints}" if hints else ""
+            hints = list(dict.fromkeys(result.hint for result in bad if result.hint))
+            if verdict.HINTS["forward"] in hints:  # a wrong forward makes every gradient wrong
+                hints = [verdict.HINTS["forward"]]
+            points = f"; points to {', or '.join(hints)}" if hints else ""
             lines.append(f"{gate}: {len(bad)} of {len(asked)} {bad[0].status}; {worst.case}: {worst.detail}{points}")
     return lines
 

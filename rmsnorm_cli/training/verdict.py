@@ -1,5 +1,6 @@
 """From the states of finished phases to verdicts: did the norm run, does it agree, does learning, does a checkpoint."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,30 +51,44 @@ class Verdicts:
             yield from self.learning(optimizer)
         yield from self.checkpoints()
 
-    def result(self, scope: Scope, gate: str, case: str, status: Status, detail: str, **more: Any) -> CaseResult:
+    def result(
+        self,
+        scope: Scope,
+        gate: str,
+        case: str,
+        status: Status,
+        detail: str,
+        worst: float | None = None,
+        hint: str = "",
+    ) -> CaseResult:
         """Make one verdict about the implementation."""
         name = self.ground.implementation.name
-        return CaseResult(name, self.execution, scope, gate, "float32", case, status, detail=detail, **more)
+        worst = None if worst is None or (status == "skipped" and math.isnan(worst)) else worst
+        return CaseResult(name, self.execution, scope, gate, "float32", case, status, worst, detail, hint)
 
     def of(self, optimizer: str, *kinds: str) -> list[Phase]:
         """Return an optimizer's phases of these kinds."""
         return [p for p in self.protocol.phases if p.optimizer == optimizer and p.kind in kinds]
 
     def calls(self, optimizer: str) -> Iterator[CaseResult]:
-        """Demand exactly `steps` forwards and backwards of the implementation on every rank, and none elsewhere."""
-        name = self.ground.implementation.name
-        batch = self.ground.settings.train.batch
+        """Demand exactly `steps` forwards and backwards on every rank, and of no other norm.
+
+        Ours count their own launches; of anyone else's norm the calls of the layer are all that is known.
+        """
+        settings, implementation = self.ground.settings.train, self.ground.implementation
         for phase in self.of(optimizer, "implementation", "reference"):
+            of_its_own = phase.kind == "reference" or (implementation.ours and not settings.fault)
+            expected = REFERENCE if phase.kind == "reference" else implementation.name
             wrong = []
             for rank, own in enumerate(self.states[phase.key]["ranks"]):
-                expected = phase.path if phase.kind == "reference" else name
+                if rank >= settings.batch:
+                    continue  # a rank without rows may run the norm on nothing, or not at all
                 counted = own["counted"]
-                calls = counted.get(expected, counted.get(LAYER, {}))
+                calls = counted.get(expected, {} if of_its_own else counted[LAYER])
                 seen = tuple(calls.get(event, 0) for event in ("forward", "backward"))
-                others = {key for key in counted if key not in (expected, LAYER)}
-                idle = rank >= batch  # a rank without rows may run the norm on nothing, or not at all
-                if (seen != (self.steps, self.steps) and not idle) or (others and not idle):
-                    also = f", and {', '.join(sorted(others))} ran as well" if others else ""
+                others = sorted(set(counted) - {expected, LAYER})
+                if seen != (self.steps, self.steps) or others:
+                    also = f", and {', '.join(others)} ran as well" if others else ""
                     wrong.append(f"rank {rank}: {expected} forward {seen[0]}, backward {seen[1]}{also}")
             detail = "; ".join(wrong) or f"{self.steps} forward and {self.steps} backward on every rank, nothing else"
             yield self.result("contract", "calls", phase.key, "failed" if wrong else "passed", detail)

@@ -1,5 +1,6 @@
 """The protocol accepts right norms and sees planted mistakes, each in the place where it must show."""
 
+import dataclasses
 import json
 
 import pytest
@@ -88,6 +89,16 @@ def test_an_implementation_that_did_not_run_is_no_proof(trainer):
     seen = next(r for r in outcome.results if r.gate == "calls" and r.case == "adam/detour")
     assert seen.status == "failed"
     assert "reference ran as well" in seen.detail
+
+
+def test_a_kernel_of_ours_that_was_never_launched_is_not_proved_by_calls_of_the_layer(trainer, norms):
+    silent = dataclasses.replace(norms["right"], ours=True)
+    _, outcome = trainer.start(silent)
+    seen = {
+        result.case: result.detail for result in outcome.results if result.gate == "calls" and result.status == "failed"
+    }
+    assert set(seen) == {"adam/right", "sgd/right"}
+    assert "right forward 0, backward 0" in seen["adam/right"]
 
 
 def test_counts_are_of_the_steps_alone(trainer):
