@@ -50,6 +50,8 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     from rmsnorm_cli.exercise import gates_page
 
     here = [fault for fault in faults.CATALOGUE if not fault.cuda_only or device.execution == "cuda"]
+    for fault in here:
+        apply.diff(fault)  # a mistake that no longer applies ends the run now, not after minutes
     names = [UNCHANGED, *(fault.name for fault in here)]
     rows: dict[str, Row] = {}
     with console.progress(f"mistakes against gates ({device.execution})", len(names)) as progress:

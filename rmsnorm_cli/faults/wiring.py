@@ -4,7 +4,7 @@ from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.examples import ones
 from rmsnorm_cli.faults.fault import AUTOGRAD, DECLARED, EXACT, MEMORY, Change, Fault, rows
 
-APPLY = "y: Tensor = _Normalise.apply(x, gamma, eps_value(eps), pair)"
+APPLY = "_Normalise.apply(x, gamma, eps, pair)"
 SAVE = "ctx.save_for_backward(x, gamma, rstd)"
 RESTORE = "x, gamma, rstd = ctx.saved_tensors"
 RETURN = "return dx, dgamma, None, None"
@@ -117,7 +117,7 @@ FAULTS = (
         stage="wiring",
         file="autograd.py",
         story="The wrapper checks eps and passes its own default on. Whoever tests with the default sees nothing.",
-        changes=(Change(APPLY, APPLY.replace("eps_value(eps)", "eps_value(1e-6)")),),
+        changes=(Change("eps = eps_value(eps)\n", "eps_value(eps)\n        eps = 1e-6\n"),),
         exposing=rows("exact"),
         hiding=rows(),
         expected=(DECLARED, EXACT),
