@@ -1,5 +1,6 @@
 """The pieces of training: the order of examples, the twin, the counting, the verdicts on curves and gradients."""
 
+import io
 import math
 
 import pytest
@@ -115,6 +116,32 @@ def test_only_what_runs_in_the_block_is_counted():
     with torch.no_grad():
         once(backward=False)
     assert total == {"reference": {"forward": 4, "backward": 3}, LAYER: {"forward": 4, "backward": 3}}
+
+
+class Loaded(torch.autograd.Function):
+    """Doubles x, with an output that came out of a file, as that of a norm in another process does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Return 2x, saved and loaded."""
+        file = io.BytesIO()
+        torch.save(2.0 * x.detach(), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        """Return 2dy."""
+        return 2.0 * dy
+
+
+def test_the_backward_of_a_norm_in_another_process_is_counted():
+    """The hooks of a tensor that torch.load has made are never called."""
+    norm = Counted(lambda x, gamma, eps: Loaded.apply(x))
+    x = torch.ones(2, 3, requires_grad=True)
+    norm(x, torch.ones(3), 1e-6).sum().backward()
+    assert dict(norm.calls) == {"forward": 1, "backward": 1}
+    assert x.grad.tolist() == [[2.0] * 3] * 2
 
 
 # --- loss curves ------------------------------------------------------------------------------------------------------
