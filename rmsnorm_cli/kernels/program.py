@@ -21,6 +21,9 @@ from rmsnorm_cli.kernels.launch import launching
 DIRECT = "3.6."
 """The Triton whose C launcher takes its arguments in the order in which `_prepare` gives them."""
 
+MOST_WAVES = 16
+"""An AMD program's limit: 1024 lanes, 64 to a wave."""
+
 
 class Program:
     """One kernel to launch on one device.
@@ -43,6 +46,8 @@ class Program:
         self.kernel = kernel
         self.constants = constants
         self.values = tuple(constants.values())
+        if torch.version.hip is not None:
+            warps = min(warps, MOST_WAVES)
         self.options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         if cooperative:
             self.options["launch_cooperative_grid"] = True

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WIDEST_SHARED_BACKWARD = 2048 * 4 * 132
-"""Columns that the resident programs of an H200 can share: 1,081,344. Wider rows, and smaller cards, go by chunks."""
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -79,11 +76,15 @@ def forward_table(N: int, itemsize: int) -> Forward:
         return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
     if width <= 8192:
         return Forward("rows", A, B, 1, 4 if width <= 2048 or odd(N, itemsize) else 8)
-    if N * itemsize <= 32768:
+    if B == 0 and N * itemsize <= 32768:
         return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
-        return Forward("reload", A, B, 1, 32)
-    return Forward("shared", 4096 * 2 // itemsize, warps=4, stages=2, per_sm=5, registers=96)
+        if width > 32768:
+            A, B = 1 << (N - 1).bit_length(), 0  # a second tile loses more here than idle lanes do
+        return Forward("reload", A, B, 1, 16 if B and itemsize == 2 else 32)
+    if itemsize == 4:
+        return Forward("shared", 2048, warps=4, stages=2, per_sm=5, registers=96)
+    return Forward("shared", 2048, warps=2, stages=2, per_sm=10, registers=96)
 
 
 def forward_by_chunks(itemsize: int) -> Forward:
@@ -108,11 +109,19 @@ def backward_table(N: int, itemsize: int) -> Backward:
     if width <= 8192:
         stages = 3 if B == 0 else 4
         return Backward("walk", A, B, 1, 8 if itemsize == 2 else 16, stages if itemsize == 2 else 3, 1)
+    if width <= 12288 and itemsize == 2:
+        return Backward("walk", A, B, 1, 16, 3, 1)
     if width <= 16384:
         return Backward("reload", 1 << (N - 1).bit_length(), 0, 1, 32, 1, 1)
-    if N <= 24576:
-        return Backward("shared", 4096, warps=4 if itemsize == 2 else 8, stages=3, per_sm=2 if itemsize == 2 else 1)
-    return Backward("shared", 2048, warps=2 if itemsize == 2 else 4, stages=2, per_sm=4 if itemsize == 2 else 2)
+    if itemsize == 4:
+        return Backward("shared", 2048, warps=4, stages=2, per_sm=2)
+    if 22528 < N <= 24576:
+        return Backward("shared", 8192, warps=8, stages=3, per_sm=1)
+    if N <= 22528:
+        return Backward("shared", 4096, warps=4, stages=3, per_sm=2)
+    if 49152 < N <= 98304:
+        return Backward("shared", 1024, warps=1, stages=2, per_sm=8)
+    return Backward("shared", 2048, warps=2, stages=2, per_sm=4)
 
 
 def backward_by_chunks(itemsize: int) -> Backward:

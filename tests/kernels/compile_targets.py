@@ -1,8 +1,8 @@
 """Compile every launch of the fused kernels for GPUs that are not there, and print what came out as JSON lines.
 
-Run in a process of its own, without the interpreter: a kernel is decorated for the one or the other once.
-Arguments: a target (`sm_90`, `gfx942`, ...) and calls such as `bfloat16:16384x4096`. For each launch of the call's forward
-and backward: kernel, warps, and for NVIDIA registers, spilled accesses, the widest global access and asynchronous copies.
+Run in a process of its own, without the interpreter: a kernel is decorated for the one or the other once. Arguments: a
+target (`sm_90`, `gfx942`, ...) and calls such as `bfloat16:16384x4096`. For each launch of the call's forward and
+backward: kernel and warps, and for NVIDIA registers, spilled accesses, 16-byte accesses and asynchronous copies.
 """
 
 import json
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rmsnorm_cli.kernels import backplan, frontplan
-from rmsnorm_cli.kernels.program import Program
+from rmsnorm_cli.kernels.program import MOST_WAVES, Program
 from rmsnorm_cli.kernels.rowlayout import walking_order
 
 TYPES = {
@@ -68,6 +68,7 @@ def compiled(program: Program, dtypes: list[torch.dtype], target: GPUTarget) -> 
     if target.backend == "hip":
         options.pop("launch_pdl", None)
         options.pop("maxnreg", None)
+        options["num_warps"] = min(options["num_warps"], MOST_WAVES)
     constants = dict(program.constants)
     if target.backend == "hip" or target.arch < 90:
         constants |= {name: False for name in ("DEPENDENT",) if name in constants}

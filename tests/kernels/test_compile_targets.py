@@ -1,0 +1,73 @@
+"""The fused kernels compiled for GPUs that are not here: registers, spills, vectors and pipelined loads as declared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_targets.py")
+ROOT = SCRIPT.parents[2]
+
+REPRESENTATIVE = ["bfloat16:1024x128", "bfloat16:1024x4096", "bfloat16:64x20480", "float32:128x257"]
+TABLE = [
+    *(f"bfloat16:1024x{N}" for N in (64, 128, 257, 769, 1024, 2048, 4096, 4099, 5120, 6144, 8191, 8192, 12288, 16384)),
+    *(f"bfloat16:64x{N}" for N in (20480, 24576, 32768, 40960, 65536, 131072, 262144, 1048576)),
+    *(f"float32:1024x{N}" for N in (128, 257, 1024, 2048, 4096, 8192, 16384, 32768, 65536)),
+    "float16:1024x4096",
+    "float64:300x257",
+    "float64:1024x2048",
+    "float64:64x9000",
+]
+ALIGNED = ("128", "1024", "2048", "4096", "5120", "6144", "8192", "20480", "32768")
+PIPELINED = ("walk_kernel", "shared_forward_kernel", "shared_backward_kernel")
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+
+def compiled(target: str, calls: list[str], cache: Path) -> list[dict]:
+    """Compile in a process without the interpreter and return one record per launch."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), target, *calls]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def judge(records: list[dict], target: str) -> None:
+    """Assert what the launch tables declare of every kernel that NVIDIA's tools can be asked about."""
+    for record in records:
+        name = f"{target} {record['call']} {record['kernel']}"
+        columns = record["call"].split("x")[-1]
+        narrow = "float64" not in record["call"]
+        assert record["shared"] <= SHARED_LIMIT[target], name
+        assert record["registers"] * record["warps"] * 32 <= 65536, f"{name}: one program must fit on an SM"
+        assert record["spills"] <= 16, f"{name}: {record['spills']} spilled accesses"
+        if columns in ALIGNED and narrow:
+            assert record["vectors"] > 0, f"{name}: no 16-byte access although every row is aligned"
+            if record["kernel"] in PIPELINED:
+                assert record["async16"] > 0, f"{name}: its loads are not pipelined"
+
+
+def test_representative_launches_on_hopper(tmp_path):
+    """A tile of rows, a walk, shared rows and few rows compile for sm_90 without spills, vectorised and pipelined."""
+    records = compiled("sm_90", REPRESENTATIVE, tmp_path)
+    kernels = {record["kernel"] for record in records}
+    assert kernels == {"rows_kernel", "walk_kernel", "column_sum_kernel", "shared_backward_kernel", "small_kernel"}
+    judge(records, "sm_90")
+
+
+@pytest.mark.skipif(not os.environ.get("RMSNORM_COMPILE_ALL"), reason="minutes long: set RMSNORM_COMPILE_ALL=1")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_whole_table_compiles_for_nvidia(target, tmp_path):
+    """Every launch of the tables compiles for Ampere, Hopper and Blackwell, within registers and shared memory."""
+    judge(compiled(target, TABLE, tmp_path), target)
+
+
+@pytest.mark.skipif(not os.environ.get("RMSNORM_COMPILE_ALL"), reason="minutes long: set RMSNORM_COMPILE_ALL=1")
+def test_what_amd_would_launch_compiles(tmp_path):
+    """Every kernel that does not wait for another program compiles for gfx942."""
+    calls = [call for call in TABLE if int(call.split("x")[-1]) <= 16384]
+    assert all(record["bytes"] > 0 for record in compiled("gfx942", calls, tmp_path))
