@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import backward, chunks, reread, split, tables
 from rmsnorm_cli.kernels.contract import INTERPRETED
@@ -192,20 +193,20 @@ class BackwardPlan:
         partial = rstd  # never touched where dgamma is not needed
         if self.need_dgamma:
             partial = torch.empty(self.partials * self.N, dtype=accumulator(x.dtype), device=x.device)
-        tensors = (dy, x, weights, rstd, x if dx is None else dx, partial)
+        tensors: tuple[Tensor, ...] = (dy, x, weights, rstd, x if dx is None else dx, partial)
         if self.config.path == "chunks":
             self._run_chunks(tensors)
-        elif self.config.path == "shared":
-            words = torch.zeros(self.words, dtype=torch.int64, device=x.device).view(torch.uint64)
+        else:
+            if self.config.path == "shared":
+                words = torch.zeros(self.words, dtype=torch.int64, device=x.device).view(torch.uint64)
+                tensors = (*tensors, words)
             try:
-                self.main.launch(self.grid, (*tensors, words), self.scalars)
-            except RuntimeError as problem:
+                self.main.launch(self.grid, tensors, self.scalars)
+            except (RuntimeError, OutOfResources) as problem:
                 if not refused(problem):
                     raise
                 self._choose(backward_by_chunks(x.element_size()))
                 return self.run(dy, x, gamma, rstd)
-        else:
-            self.main.launch(self.grid, tensors, self.scalars)
         if self.sum_after is not None:
             assert dgamma is not None
             self.sum_after.launch(self.sum_grid, (partial, dgamma), (self.partials, self.N))

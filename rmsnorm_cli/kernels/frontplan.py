@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import forward, split
 from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
@@ -34,9 +35,9 @@ def can_share(parts: int, per_sm: int, x: Tensor) -> bool:
     return parts <= multiprocessors(x.get_device()) * per_sm
 
 
-def refused(problem: RuntimeError) -> bool:
-    """Say whether a cooperative launch was refused because its programs do not fit on the card together."""
-    return "cooperative" in str(problem) or "out of resource" in str(problem)
+def refused(problem: Exception) -> bool:
+    """Say whether the card cannot hold the launch: its programs together, or one program's shared memory."""
+    return isinstance(problem, OutOfResources) or "cooperative" in str(problem)
 
 
 class ForwardPlan:
@@ -125,15 +126,15 @@ class ForwardPlan:
             return torch.empty_like(x), x.new_empty(0, dtype=accumulator(x.dtype)), "forward/empty"
         y = torch.empty_like(x) if self.contiguous else empty_in_order(x, self.order)
         rstd = torch.empty(self.M, dtype=self.accumulator, device=self.device)
-        tensors = (x, x if gamma is None else gamma, y, rstd)
-        if self.config.path != "shared":
-            self.program.launch(self.grid, tensors, (self.M, self.N, eps, *self.layout))
-            return y, rstd, self.path
-        words = torch.zeros(self.words, dtype=torch.int64, device=x.device).view(torch.uint64)
+        tensors: tuple[Tensor, ...] = (x, x if gamma is None else gamma, y, rstd)
+        scalars: tuple[float, ...] = (self.M, self.N, eps, *self.layout)
+        if self.config.path == "shared":
+            words = torch.zeros(self.words, dtype=torch.int64, device=self.device).view(torch.uint64)
+            tensors, scalars = (*tensors, words), (self.M, self.N, eps, *self.shared, *self.layout)
         try:
-            self.program.launch(self.grid, (*tensors, words), (self.M, self.N, eps, *self.shared, *self.layout))
-        except RuntimeError as problem:
-            if not refused(problem):
+            self.program.launch(self.grid, tensors, scalars)
+        except (RuntimeError, OutOfResources) as problem:
+            if not refused(problem) or self.config.path == "loop":
                 raise
             self._choose(forward_by_chunks(x.element_size()), x)
             return self.run(x, gamma, eps)

@@ -126,7 +126,7 @@ def backward_table(N: int, itemsize: int) -> Backward:
 
 def backward_by_chunks(itemsize: int) -> Backward:
     """Return the launch for rows of any width that waits for nobody."""
-    return Backward("chunks", 16384 // itemsize, warps=16 if itemsize == 2 else 8, stages=3)
+    return Backward("chunks", 16384 // itemsize, warps=16 if itemsize == 2 else 8, stages=2 if itemsize == 8 else 3)
 
 
 CHUNK_ROWS = 8192

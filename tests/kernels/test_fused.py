@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import ContractError, fused, reference, rms_norm
 from rmsnorm_cli.kernels.backplan import BackwardPlan
@@ -165,6 +166,21 @@ def test_a_refused_cooperative_launch_takes_the_path_without_waiting(device, mon
     y, _, forward_path = front.run(x, gamma, 1e-6)
     dx, dgamma, backward_path = back.run(dy, x, gamma, rstd)
     assert (forward_path, backward_path) == ("forward/loop", "backward/chunks")
+    judge(x, gamma, dy, y, dx, dgamma)
+
+
+def test_a_program_too_large_for_the_card_takes_the_path_without_waiting(device, monkeypatch):
+    """A card with less shared memory than the table counts on gives the same results by chunks."""
+    x, gamma, dy = draw(300, 300, torch.float32, device)
+    y, rstd = fused.forward(x, gamma, 1e-6)
+    plan = BackwardPlan(dy, x, gamma, (0,), True, True)
+
+    def refuse(*_):
+        raise OutOfResources(131144, 101376, "shared memory")
+
+    monkeypatch.setattr(plan.main, "launch", refuse)
+    dx, dgamma, path = plan.run(dy, x, gamma, rstd)
+    assert path == "backward/chunks"
     judge(x, gamma, dy, y, dx, dgamma)
 
 
