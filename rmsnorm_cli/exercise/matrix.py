@@ -51,7 +51,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 
     here = [fault for fault in faults.CATALOGUE if not fault.cuda_only or device.execution == "cuda"]
     for fault in here:
-        apply.diff(fault)  # a mistake that no longer applies ends the run now, not after minutes
+        apply.write(fault, run.dir)  # a mistake that no longer applies ends the run now, not after minutes
     names = [UNCHANGED, *(fault.name for fault in here)]
     rows: dict[str, Row] = {}
     with console.progress(f"mistakes against gates ({device.execution})", len(names)) as progress:
@@ -74,7 +74,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 
 
 def examine(name: str, directory: Path, settings: "Settings", device: "Device") -> Row:
-    """Put one mistake (or UNCHANGED) to the usual test and to every gate."""
+    """Put one mistake (or UNCHANGED) to the usual test and to every gate; its source lies in `directory` already."""
     from rmsnorm_cli import gates
     from rmsnorm_cli.exercise.judge import judge
     from rmsnorm_cli.kernels import implementation
@@ -84,7 +84,9 @@ def examine(name: str, directory: Path, settings: "Settings", device: "Device") 
 
     def fresh() -> "Implementation":
         """Import the kernel anew: some mistakes remember the calls before."""
-        return implementation("rowwise") if fault is None else apply.implementation(fault, directory, "rowwise")
+        if fault is None:
+            return implementation("rowwise")
+        return apply.wired(fault, apply.load(apply.place(fault, directory)), "rowwise")
 
     naive: Literal["passes", "caught"] = "passes" if judge(fresh(), NAIVE, device.torch_device).ok else "caught"
     row = Row(name, naive)

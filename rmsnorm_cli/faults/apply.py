@@ -45,13 +45,18 @@ def diff(fault: Fault) -> str:
 
 def write(fault: Fault, directory: Path) -> Path:
     """Write changed source and diff into `directory`/faults/<name>/ and return the source's path."""
-    folder = directory / FOLDER / fault.name
-    with atomic.explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    atomic.write(folder / DIFF, diff(fault))
-    path = folder / fault.file
-    atomic.write(path, fault.applied(original(fault)))
+    path = place(fault, directory)
+    changed, difference = fault.applied(original(fault)), diff(fault)
+    with atomic.explained(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write(path.with_name(DIFF), difference)
+    atomic.write(path, changed)
     return path
+
+
+def place(fault: Fault, directory: Path) -> Path:
+    """Return where the changed source lies in a run directory."""
+    return directory / FOLDER / fault.name / fault.file
 
 
 def load(path: Path) -> ModuleType:

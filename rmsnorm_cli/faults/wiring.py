@@ -4,7 +4,7 @@ from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.examples import ones
 from rmsnorm_cli.faults.fault import AUTOGRAD, DECLARED, EXACT, MEMORY, Change, Fault, rows
 
-APPLY = "_Normalise.apply(x, gamma, eps, pair)"
+ENTRY = "        eps = eps_value(eps)\n"
 SAVE = "ctx.save_for_backward(x, gamma, rstd)"
 RESTORE = "x, gamma, rstd = ctx.saved_tensors"
 RETURN = "return dx, dgamma, None, None"
@@ -29,7 +29,7 @@ FAULTS = (
         file="autograd.py",
         story="x is detached on its way in, as by a fast path without a backward. The output is right, gamma learns, "
         "and everything below the norm gets no gradient.",
-        changes=(Change(APPLY, APPLY.replace("apply(x,", "apply(x.detach(),")),),
+        changes=(Change(ENTRY, ENTRY + "        x = x.detach()\n"),),
         exposing=rows(),
         hiding=None,
         expected=(DECLARED, AUTOGRAD),
@@ -117,7 +117,7 @@ FAULTS = (
         stage="wiring",
         file="autograd.py",
         story="The wrapper checks eps and passes its own default on. Whoever tests with the default sees nothing.",
-        changes=(Change("eps = eps_value(eps)\n", "eps_value(eps)\n        eps = 1e-6\n"),),
+        changes=(Change(ENTRY, ENTRY + "        eps = 1e-6\n"),),
         exposing=rows("exact"),
         hiding=rows(),
         expected=(DECLARED, EXACT),

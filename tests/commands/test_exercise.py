@@ -14,6 +14,7 @@ from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 from rmsnorm_cli.exercise import gates_page, lesson, matrix, pool, questions
 from rmsnorm_cli.exercise.matrix import UNCHANGED, Row
+from rmsnorm_cli.faults import apply
 from rmsnorm_cli.run import open_run
 
 ON_GPU = torch.cuda.is_available()
@@ -252,6 +253,7 @@ def test_a_mistake_caught_elsewhere_than_expected_is_told(tmp_path, monkeypatch)
 
 def test_a_mistake_meets_every_gate_until_each_objects(tmp_path):
     """Early stop within a gate, none across gates; the usual test passes what verify catches."""
+    apply.write(faults.find("divide-by-block"), tmp_path)
     row = matrix.examine("divide-by-block", tmp_path, settings(tmp_path), DEVICE)
     assert row.naive == "passes"
     assert set(row.asked) == {gate.NAME for gate in gates.GATES}
@@ -265,6 +267,7 @@ def test_the_unchanged_kernel_is_objected_to_by_no_gate(tmp_path):
 
 
 def test_the_processes_of_the_pool_return_the_rows(tmp_path):
+    apply.write(faults.find("gamma-ignored"), tmp_path)
     found = list(pool.examined(["gamma-ignored"], tmp_path, settings(tmp_path), DEVICE))
     assert [(row.name, row.naive, "declared tolerance" in row.caught) for row in found] == [
         ("gamma-ignored", "passes", True)
