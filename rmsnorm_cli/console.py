@@ -34,11 +34,11 @@ class _Bar(Progress):
 class Console:
     """Where a command prints.
 
-    `json` reserves stdout for one JSON document; `quiet` keeps the verdict and errors only.
+    `json` reserves stdout for one JSON document; `quiet` keeps the verdict and errors only; `silent` keeps errors only.
     """
 
-    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
-        self.json, self.quiet = json, quiet
+    def __init__(self, *, json: bool = False, quiet: bool = False, silent: bool = False) -> None:
+        self.json, self.quiet, self.silent = json, quiet or silent, silent
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a narrow locale must not end a run
@@ -66,7 +66,8 @@ class Console:
 
     def verdict(self, text: str) -> None:
         """Print a line for people that even `quiet` keeps."""
-        self._write(text + "\n", self._stream)
+        if not self.silent:
+            self._write(text + "\n", self._stream)
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr."""
@@ -117,7 +118,7 @@ class Console:
             self.table(table)
         for note in outcome.notes:
             self.note(note)
-        if os.environ.get("GITHUB_ACTIONS") == "true":
+        if os.environ.get("GITHUB_ACTIONS") == "true" and not self.silent:
             bad = [result for result in outcome.results if result.status in ("failed", "error")]
             for result in bad[:ANNOTATIONS]:
                 self._annotate("error", f"{result.impl} {result.scope} ({result.gate})", _one_line(result))

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,12 +139,17 @@ def open_run(
 
 @contextmanager
 def reopen(
-    resume: str | Path, settings: "Settings", argv: Sequence[str], device: "Device", environment: Mapping[str, Any]
+    resume: str | Path,
+    settings: "Settings",
+    argv: Sequence[str],
+    device: "Device",
+    environment: Mapping[str, Any],
+    steps: int | None = None,
 ) -> Iterator[Run]:
     """Continue in a run directory, named by path or by its name in settings.run.dir, with the settings it recorded.
 
-    Raises ConfigError where it is no run of this command or is still being written, EnvironmentProblem where it
-    cannot be written.
+    `steps` replaces the recorded number of training steps by a larger one. Raises ConfigError where it is smaller, and
+    where this is no run of this command or is still being written; EnvironmentProblem where it cannot be written.
     """
     from rmsnorm_cli import config
 
@@ -154,6 +160,13 @@ def reopen(
         before = info.facts.get("execution")
         raise ConfigError(f"--resume {resume}: that run executed on {before}, and this device is {device.execution}")
     recorded = config.load(info.command, file=info.dir / "config.toml")
+    if steps is not None:
+        if steps < recorded.train.steps:
+            raise ConfigError(
+                f"--steps: {steps} is less than the {recorded.train.steps} steps of the run that is resumed; "
+                "expected as many or more"
+            )
+        recorded = replace(recorded, table=recorded.train.model_copy(update={"steps": steps}))
     run = Run(info.dir, recorded, resumed=True, writes=rank() == 0)
     if not run.writes:
         yield run

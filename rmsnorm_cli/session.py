@@ -13,6 +13,7 @@ from rmsnorm_cli import interrupts
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome
+from rmsnorm_cli.run import open_run, rank, reopen
 
 SCHEMA = 1  # of the --json document; a change of a field's meaning raises it
 
@@ -35,10 +36,13 @@ def execute(request: Request) -> int:
     """Run a command in a run directory of its own and return the exit code."""
     from rmsnorm_cli import config
 
-    console = Console(json=request.json, quiet=request.quiet)
+    leads = rank() == 0  # under torchrun rank 0 speaks for all
+    console = Console(json=request.json and leads, quiet=request.quiet or not leads, silent=not leads)
     settings = config.load(
         request.command, file=request.config, environ=os.environ, sets=list(request.sets), options=request.options
     )
+    if request.direct.get("resume"):
+        refuse_changes(request)
     command = importlib.import_module(f"rmsnorm_cli.commands.{request.command}")
     if request.direct.get("list"):
         return _finish(console, request.command, command.listing(settings), {})
@@ -46,17 +50,16 @@ def execute(request: Request) -> int:
         return _dry_run(console, settings, command)
 
     from rmsnorm_cli import environment
-    from rmsnorm_cli.run import open_run, reopen
 
     device = environment.choose_device(settings.run.device, settings.run.dir)
     facts = environment.snapshot(device)
-    resume = request.direct.get("resume")
-    opened = (
-        reopen(resume, settings, sys.argv, device, facts) if resume else open_run(settings, sys.argv, device, facts)
-    )
+    if resume := request.direct.get("resume"):
+        steps = settings.train.steps if request.options.get("train.steps") is not None else None
+        opened = reopen(resume, settings, sys.argv, device, facts, steps)
+    else:
+        opened = open_run(settings, sys.argv, device, facts)
     with opened as run:
-        if run.writes:  # under torchrun rank 0 speaks for all
-            console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
+        console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
         extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}
         try:
             outcome: Outcome = command.run(run.settings, run, console, device, **extra)
@@ -69,6 +72,17 @@ def execute(request: Request) -> int:
             run.write("junit.xml", junit(outcome.results, request.command))
         run.finish(outcome)
     return _finish(console, request.command, outcome, {"run_dir": str(run.dir), "environment": facts})
+
+
+def refuse_changes(request: Request) -> None:
+    """Raise ConfigError where a resumed run is asked to be another one: it continues with what it recorded."""
+    free = ("run.dir", "run.device", "train.steps")
+    given = [key for key, value in request.options.items() if value is not None and key not in free]
+    given += [f"--set {word}" for word in request.sets] + ([f"--config {request.config}"] if request.config else [])
+    if given:
+        raise ConfigError(
+            [f"{what}: a resumed run keeps its recorded configuration; expected none but --steps" for what in given]
+        )
 
 
 def aside(command: str, given: Mapping[str, Any], *, runs_dir: str | None, json: bool) -> int:

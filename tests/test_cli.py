@@ -225,3 +225,44 @@ def test_a_signal_ends_a_run_with_its_own_exit_code_and_status(number, code, tmp
     assert document["exit_code"] == recorded["exit_code"] == code
     assert document["run_dir"] == f"runs/{directory.name}"
     assert "Traceback" not in err
+
+
+TINY = (
+    "train",
+    "--device",
+    "interpreter",
+    "--impl",
+    "reference",
+    "--optimizer",
+    "adam",
+    "--width",
+    "17",
+    "--batch",
+    "8",
+)
+FEW = ("--set", "train.twins=1", "--set", "train.seed_noise_runs=0", "--set", "data.train=64")
+
+
+def test_a_resumed_run_takes_a_larger_number_of_steps_and_no_other_change(tmp_path):
+    """Six steps, then to twelve, equal twelve at once; fewer steps or another seed are refused before anything."""
+    assert rmsnorm(*TINY, *FEW, "--steps", "6", cwd=tmp_path).returncode in (0, 1)
+    (first,) = runs(tmp_path)
+    fewer = rmsnorm("train", "--resume", first.name, "--steps", "5", cwd=tmp_path)
+    assert fewer.returncode == 2
+    assert "--steps: 5" in fewer.stderr
+    other = rmsnorm("train", "--resume", first.name, "--seed", "1", "--set", "train.batch=4", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "run.seed" in other.stderr
+    assert "train.batch=4" in other.stderr
+    more = rmsnorm("train", "--resume", first.name, "--steps", "12", cwd=tmp_path)
+    assert more.returncode in (0, 1), more.stderr
+    whole = rmsnorm(*TINY, *FEW, "--steps", "12", "--name", "whole", cwd=tmp_path)
+    assert whole.returncode in (0, 1), whole.stderr
+    (second,) = set(runs(tmp_path)) - {first}
+
+    def losses(run):
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return sorted((r["optimizer"], r["path"], r["step"], r["loss"]) for r in records if "loss" in r)
+
+    assert losses(first) == losses(second)
+    assert rmsnorm("audit", first, cwd=tmp_path).returncode == 0
