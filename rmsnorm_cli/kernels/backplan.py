@@ -89,7 +89,7 @@ class BackwardPlan:
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
         row_programs = triton.cdiv(self.M, config.rows)
-        rows, columns = tables.SMALL_TILE
+        rows, columns = tables.SMALL_TILE[0], geometry(tables.SMALL_TILE[1])
         constants = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns, **self.flags}
         self.main = Program(backward.small_kernel, constants, config.warps)
         self.grid = (row_programs + triton.cdiv(self.N, columns), 1)
