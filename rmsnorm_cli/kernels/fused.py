@@ -50,7 +50,11 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor
 
     Raises ContractError for what `fused` does not take, before anything is allocated.
     """
-    key = (_key(x), None if gamma is None else _key(gamma))
+    try:
+        key = (_key(x), None if gamma is None else _key(gamma))
+    except AttributeError:  # something is no tensor; the contract says what
+        check_fused(x, gamma, eps)
+        raise
     plan = _forward_plans.get(key)
     if plan is None:
         check_fused(x, gamma, eps)

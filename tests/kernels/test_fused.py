@@ -321,6 +321,13 @@ def test_refusals_name_the_argument_and_the_limit(x, gamma, words, device):
         rms_norm(x.to(device), None if gamma is None else gamma.to(device), impl="fused")
 
 
+@pytest.mark.parametrize(("x", "gamma"), [([1.0, 2.0], None), (torch.ones(2, 4), [1.0] * 4)])
+def test_what_is_no_tensor_is_refused_by_name(x, gamma, device):
+    x = x.to(device) if isinstance(x, torch.Tensor) else x
+    with pytest.raises(ContractError, match="is a list: it must be a torch.Tensor"):
+        rms_norm(x, gamma, impl="fused")
+
+
 @pytest.mark.parametrize("eps", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
 def test_eps_is_refused_also_when_the_call_is_known(eps, device):
     """A kept plan does not let a bad eps through."""
