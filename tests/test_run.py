@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from rmsnorm_cli import config, run
 from rmsnorm_cli.environment import Device
-from rmsnorm_cli.errors import RmsnormError
+from rmsnorm_cli.errors import exit_code_of
 from rmsnorm_cli.results import Outcome
 settings = config.load("train", options={"run.dir": sys.argv[1]})
 device = Device("auto", "interpreter", "cpu", "CPU, Triton interpreter")
@@ -150,8 +150,7 @@ def test_a_signal_leaves_a_status(tmp_path, number, code):
         "        made.record({'step': 1})\n"
         "        print('ready', flush=True)\n"
         "        time.sleep(60)\n"
-        "except RmsnormError as stop: sys.exit(stop.exit_code)\n"
-        "except KeyboardInterrupt: sys.exit(130)\n"
+        "except KeyboardInterrupt as stop: sys.exit(exit_code_of(stop))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
