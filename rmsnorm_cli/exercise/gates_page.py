@@ -1,5 +1,6 @@
 """The page of what each gate catches, in Markdown, made from a run of the whole catalogue."""
 
+import textwrap
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -30,21 +31,30 @@ def _lines(summary: dict[str, Any], settings: "Settings", device: "Device") -> I
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items() if version)
     yield "# What each gate catches"
     yield ""
-    yield f"Written by `{COMMAND}`: on {device.name} ({device.execution}), {versions}, seed {settings.seed},"
-    yield f"{datetime.now(UTC):%Y-%m-%d}. Not edited by hand: the command writes `gates.md` into its run directory."
-    yield ""
-    yield EVIDENCE[device.execution]
-    yield "Each mistake is a change of one or two expressions in the source of `rowwise` or of its wiring to autograd."
-    yield "Every mistake is shown to every gate, which is asked small questions that `verify` asks by default until it"
-    yield "objects. The usual test is 64 x 4096 unit-normal numbers, gamma 1: y, dx, dgamma by the declared tolerance."
-    yield ""
+    yield from _paragraph(
+        f"Written by `{COMMAND}` on {datetime.now(UTC):%Y-%m-%d}: {device.name} ({device.execution}); {versions}; "
+        f"seed {settings.seed}. Not edited by hand: the command writes it, as `gates.md`, into its run directory."
+    )
+    yield from _paragraph(EVIDENCE[device.execution])
+    yield from _paragraph(
+        "Each mistake is a change of one or two expressions in the source of `rowwise` or of its wiring to autograd, "
+        "and is shown to every gate. A gate is asked small questions that `verify` asks by default, until it objects. "
+        "The usual test is 64 x 4096 unit-normal numbers with gamma 1: y, dx and dgamma by the declared tolerance."
+    )
     yield f"**{score['caught']} of {score['of']} mistakes are caught. The usual test catches {score['naive']}.**"
-    yield f"Survivors: {', '.join(score['survivors']) or 'none'}. The unchanged kernel passes every gate."
+    yield f"Survivors: {', '.join(score['survivors']) or 'none'}."
+    objecting = ", ".join(score["unchanged"])
+    yield f"Objections to the unchanged kernel: {objecting or 'none'}."
     yield ""
     yield from _by_gate(gates, entries)
     yield from _matrix(gates, entries)
     yield from _inputs()
     yield from _others(entries)
+
+
+def _paragraph(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, 118)
+    yield ""
 
 
 def _by_gate(gates: list[str], entries: list[dict[str, Any]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,15 @@ def test_the_page_of_the_gates_has_a_row_for_each_mistake(tmp_path):
     text = gates_page.text(summary, settings(tmp_path), DEVICE)
     for fault in faults.CATALOGUE:
         assert f"`{fault.name}`" in text
-    assert "Written by `rmsnorm exercise --all`" in text
+    assert "Written by `rmsnorm exercise --all` on 20" in text
+    assert "Objections to the unchanged kernel: none." in text
+
+
+def test_the_committed_page_knows_every_mistake_of_the_catalogue():
+    """A mistake that was added or renamed since asks for a new `rmsnorm exercise --all`."""
+    page = Path(__file__).parents[2] / "docs" / "gates.md"
+    named = set(re.findall(r"^\| `([a-z0-9-]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == {fault.name for fault in faults.CATALOGUE if not fault.equivalent}
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
