@@ -1,0 +1,113 @@
+"""What is printed where: plain text when piped, one JSON document, annotations, and a reader that may leave."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+
+from rmsnorm_cli.console import Console
+from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall, strict_json
+
+TABLE = Table("a title", ("name", "value"), (("long name", "1"), ("[a.b]", "22")), "a caption")
+
+
+def failed(detail="got 1, want 2", hint="the mask"):
+    return CaseResult("mine", "cpu", "dx", "declared tolerance", "float32", "3x257", "failed", 2.5, detail, hint)
+
+
+def outcome(*results):
+    counts = count(results)
+    return Outcome(overall(counts), "cpu", counts, tables=(TABLE,), notes=("a note",), results=results)
+
+
+def test_a_piped_table_is_aligned_plain_text_with_its_brackets(capsys):
+    Console().table(TABLE)
+    assert capsys.readouterr().out.splitlines() == [
+        "a title", "name       value", "long name  1", "[a.b]      22", "a caption", "",
+    ]  # fmt: skip
+
+
+def test_quiet_keeps_the_verdict_and_silent_keeps_errors_alone(capsys):
+    for console, expected in ((Console(quiet=True), "verdict\n"), (Console(silent=True), "")):
+        console.note("note")
+        console.table(TABLE)
+        console.verdict("verdict")
+        assert capsys.readouterr().out == expected
+    Console(silent=True).error("broken")
+    assert capsys.readouterr().err == "error: broken\n"
+
+
+def test_json_owns_stdout_and_people_read_stderr(capsys):
+    console = Console(json=True)
+    console.note("a note")
+    console.table(TABLE)
+    with console.progress("working", 2) as progress:
+        progress.advance()
+    console.outcome(outcome(failed()))
+    console.document({"status": "failed", "worst": float("nan")})
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"status": "failed", "worst": "nan"}
+    assert "a note" in err
+    assert "working: 2 done" in err
+
+
+def test_annotations_are_escaped_and_at_most_ten(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    Console().outcome(outcome(*[failed("100 % wrong\nsecond line")] * 12))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::error")]
+    assert len(lines) == 10
+    assert lines[0].startswith("::error title=mine dx (declared tolerance)::3x257: 100 %25 wrong%0Asecond line")
+    summary = (tmp_path / "summary.md").read_text()
+    assert "### rmsnorm: failed" in summary
+    assert "| long name | 1 |" in summary
+
+
+def test_a_summary_that_cannot_be_written_is_a_warning(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "no" / "such" / "folder.md"))
+    Console().outcome(outcome(failed()))
+    assert "warning: the step summary could not be written" in capsys.readouterr().err
+
+
+def test_a_stream_of_a_narrow_encoding_shows_what_it_cannot_write(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    Console().note("rstd³")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"rstd\\xb3\n"
+
+
+def test_a_reader_that_leaves_silences_the_stream_and_nothing_else(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = Console()
+        for _ in range(3):
+            console.note("into the void" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "verdict"),
+    [
+        ((), "inconclusive"),
+        (("skipped", "refused"), "inconclusive"),
+        (("passed", "refused"), "passed"),
+        (("passed", "inconclusive"), "inconclusive"),
+        (("passed", "error"), "error"),
+        (("passed", "error", "failed"), "failed"),
+    ],
+)
+def test_the_worst_verdict_is_the_whole_and_nothing_passed_is_never_a_pass(statuses, verdict):
+    results = [CaseResult("mine", "cpu", "dx", "g", "float32", "c", status) for status in statuses]
+    made = outcome(*results)
+    assert made.status == verdict
+    assert made.exit_code == (0 if verdict == "passed" else 1)
+
+
+def test_json_has_no_literals_that_are_no_json():
+    text = strict_json({"a": [float("inf"), {"b": float("-inf")}], "c": (float("nan"), 1.5)})
+    assert json.loads(text) == {"a": ["inf", {"b": "-inf"}], "c": ["nan", 1.5]}
