@@ -159,7 +159,7 @@ class Verify(Table):
     only: Many[Scope] = Field(default=get_args(Scope), description="what is checked")
     repeats: Repeats = Field(default=20, description="runs whose bits are compared for determinism")
     timeout: Seconds = Field(
-        default=120.0, description="seconds a foreign implementation may take for one question before it is killed"
+        default=60.0, description="seconds a foreign implementation may take for one question before it is killed"
     )
     tolerances: Tolerances = Tolerances()
 

@@ -31,6 +31,9 @@ from rmsnorm_cli.kernels.peers import MissingPackage, Rounding
 START_TIMEOUT = 180.0
 """Seconds that a fresh process may take to import torch and the implementation."""
 
+MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+MEMORY_HINT = ", as a write or read outside of its tensors does: look for a missing mask or a wrong row address"
+
 OUTPUT_TAIL = 2000
 """How many of the last characters that a dead process printed are shown."""
 
@@ -220,7 +223,8 @@ class ForeignWorker:
         self._kill()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         output = self._output.read_text(errors="replace").strip()[-OUTPUT_TAIL:]
-        raise ForeignCrashed(f"{self.name}: the process {how} during {doing}", code, output)
+        hint = MEMORY_HINT if -code in MEMORY_SIGNALS else ""
+        raise ForeignCrashed(f"{self.name}: the process {how} during {doing}{hint}", code, output)
 
 
 class Graph:

@@ -136,7 +136,11 @@ def test_an_exception_is_a_refusal(worker, operands):
 
 @pytest.mark.parametrize(
     ("eps", "code", "says"),
-    [(3.0, 7, "exited with code 7"), (4.0, 0, "exited with code 0"), (5.0, -11, "killed by SIGSEGV")],
+    [
+        (3.0, 7, "exited with code 7"),
+        (4.0, 0, "exited with code 0"),
+        (5.0, -11, "killed by SIGSEGV during forward, as a write or read outside"),
+    ],
     ids=["os._exit", "sys.exit", "fault"],
 )
 def test_the_end_of_the_process_is_a_named_error(worker, operands, eps, code, says):
