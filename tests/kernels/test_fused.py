@@ -324,7 +324,7 @@ def test_refusals_name_the_argument_and_the_limit(x, gamma, words, device):
 @pytest.mark.parametrize(("x", "gamma"), [([1.0, 2.0], None), (torch.ones(2, 4), [1.0] * 4)])
 def test_what_is_no_tensor_is_refused_by_name(x, gamma, device):
     x = x.to(device) if isinstance(x, torch.Tensor) else x
-    with pytest.raises(ContractError, match="is a list: it must be a torch.Tensor"):
+    with pytest.raises(ContractError, match=r"is a list: it must be a torch\.Tensor"):
         rms_norm(x, gamma, impl="fused")
 
 
