@@ -44,6 +44,8 @@ def execute(request: Request) -> int:
     if request.direct.get("resume"):
         refuse_changes(request)
     command = importlib.import_module(f"rmsnorm_cli.commands.{request.command}")
+    if hasattr(command, "check"):
+        command.check(settings)  # what only the command knows to be wrong is said before anything is made
     if request.direct.get("list"):
         return _finish(console, request.command, command.listing(settings), {})
     if request.dry_run:

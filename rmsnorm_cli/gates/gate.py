@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -100,6 +100,11 @@ class Answer:
     dgamma: Tensor | None = None
     forward_problem: Problem | None = None
     backward_problem: Problem | None = None
+
+    def copied(self) -> "Answer":
+        """Return the same answer in memory of its own, which no later call can write to."""
+        parts = {name: getattr(self, name) for name in ("y", "dx", "dgamma")}
+        return replace(self, **{name: None if part is None else part.clone() for name, part in parts.items()})
 
     def problem(self, scope: Scope) -> Problem | None:
         """Return what keeps a scope from being judged."""

@@ -94,3 +94,24 @@ def test_all_repeats_are_run(ask, impl, question):
 
     ask(determinism, impl(norm), question)
     assert calls.count(17) == 5 + 1  # five runs and the reversed batch
+
+
+def test_one_buffer_for_all_results_does_not_hide_that_they_differ(ask, impl, question):
+    """An implementation that hands out the same memory each time: compared with itself it would always be equal."""
+    buffers, calls = {}, []
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            calls.append(1)
+            buffer = buffers.setdefault(tuple(y.shape), torch.empty_like(y))
+            return buffer.copy_(y + 1e-6 * len(calls))
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    def norm(x, gamma, eps):
+        return Kept.apply(RIGHT.norm()(x, gamma, eps))
+
+    assert words(ask(determinism, impl(norm, ours=True), question))[0] == "failed"
