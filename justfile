@@ -58,7 +58,7 @@ test *args:
 check:
     bash .ci/run
 
-# every command in the order of docs/lesson.md, with the teaching kernel
+# every command once, on small sizes, with the teaching kernel
 lesson:
     rmsnorm doctor
     rmsnorm verify --config configs/minimum.toml

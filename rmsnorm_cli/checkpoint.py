@@ -70,6 +70,8 @@ def load(path: Path) -> tuple[int, State]:
 
     Raises CheckpointError, naming the file, where it is torn, altered, hostile or not one of ours.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is refused: it is not a regular file")
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -294,5 +294,5 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit with the code its outcome has; the only place that catches everything."""
     from rmsnorm_cli.session import guarded
 
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     sys.exit(guarded(lambda: app(args=arguments, prog_name="rmsnorm", standalone_mode=False), arguments))

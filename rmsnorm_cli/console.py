@@ -5,10 +5,11 @@ early ends the printing, never the run.
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rmsnorm_cli.results import CaseResult, Outcome, Table, strict_json
@@ -42,21 +43,21 @@ class Console:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a narrow locale must not end a run
-        self._stream: TextIO = sys.stderr if json else sys.stdout
+        self._stream: TextIO | None = sys.stderr if json else sys.stdout
         self._closed: set[int] = set()
-        self.terminal = self._stream.isatty()
+        self.terminal = self._stream is not None and self._stream.isatty()
 
-    def _write(self, text: str, stream: TextIO) -> None:
-        """Write one piece; once its reader has gone the stream is silent."""
-        if id(stream) in self._closed:
+    def _write(self, text: str, stream: TextIO | None) -> None:
+        """Write one piece; a stream that was closed, is full, or whose reader has gone is silent from then on."""
+        if stream is None or id(stream) in self._closed:
             return
         try:
             stream.write(text)
             stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             self._closed.add(id(stream))
             # Python flushes at exit and would complain there: give the descriptor somewhere harmless to go
-            with open(os.devnull, "w") as sink:
+            with suppress(OSError, ValueError), open(os.devnull, "w") as sink:
                 os.dup2(sink.fileno(), stream.fileno())
 
     def note(self, text: str) -> None:
@@ -93,7 +94,7 @@ class Console:
         """Show a bar over `total` units on a terminal; when piped, one line when the loop is over."""
         if self.quiet:
             yield Progress()
-        elif not (self.terminal and sys.stderr.isatty()):
+        elif not (self.terminal and sys.stderr is not None and sys.stderr.isatty()):
             start = time.monotonic()
             yield Progress()
             self.note(f"{title}: {total} done in {time.monotonic() - start:.1f} s")
@@ -162,7 +163,7 @@ def _drawn(table: Table) -> str:
         drawn.add_column(Text(column))
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    size = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 120
+    size = shutil.get_terminal_size((120, 40)).columns
     buffer = io.StringIO()
     Rich(file=buffer, force_terminal=not os.environ.get("NO_COLOR"), width=max(size, 60)).print(drawn)
     return buffer.getvalue()

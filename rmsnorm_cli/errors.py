@@ -36,6 +36,8 @@ FOREIGN_EXIT_CODES = {
     "UnknownImplementation": 2,
     "ClickException": 2,
     "MissingPackage": 4,
+    "OutOfMemoryError": 4,
+    "MemoryError": 4,
     "KeyboardInterrupt": 130,
     "Abort": 130,
 }
@@ -48,7 +50,9 @@ def exit_code_of(problem: BaseException) -> int | None:
     for kind in type(problem).__mro__:
         if kind.__name__ in FOREIGN_EXIT_CODES:
             return FOREIGN_EXIT_CODES[kind.__name__]
-    return EnvironmentProblem.exit_code if isinstance(problem, OSError) and problem.errno is not None else None
+    no_memory = isinstance(problem, RuntimeError) and "allocate memory" in str(problem)  # PyTorch's, on the CPU
+    no_file = isinstance(problem, OSError) and problem.errno is not None
+    return EnvironmentProblem.exit_code if no_memory or no_file else None
 
 
 def sentence(problem: BaseException) -> str:
@@ -57,6 +61,8 @@ def sentence(problem: BaseException) -> str:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem.strerror)
     if hasattr(problem, "format_message"):  # click's
         return str(problem.format_message())
+    if exit_code_of(problem) == EnvironmentProblem.exit_code and not isinstance(problem, RmsnormError):
+        return " ".join(str(problem).split()) or "this machine has not enough memory"
     return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)
 
 

@@ -138,7 +138,8 @@ def guarded(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     """Parse, then run what was asked for; turn whatever is raised into one clear sentence and an exit code."""
     with interrupts.handled(_interrupt):
         try:
-            asked = call()
+            with interrupts.deferred():  # Typer makes 130 of whatever interrupts it
+                asked = call()
             code = asked() if callable(asked) else asked
             return code if isinstance(code, int) else 0
         except (Exception, KeyboardInterrupt) as problem:

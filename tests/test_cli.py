@@ -266,3 +266,43 @@ def test_a_resumed_run_takes_a_larger_number_of_steps_and_no_other_change(tmp_pa
 
     assert losses(first) == losses(second)
     assert rmsnorm("audit", first, cwd=tmp_path).returncode == 0
+
+
+def test_a_signal_while_the_command_line_is_parsed_keeps_its_code_and_document(tmp_path):
+    code = (
+        "import os, signal, rmsnorm_cli.cli as c\n"
+        "c.words = lambda given: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "c.main(['verify', '--dry-run', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 143
+    assert json.loads(done.stdout)["exit_code"] == 143
+
+
+def test_a_dtype_named_and_never_judged_is_not_a_pass(tmp_path):
+    """An implementation that takes one of the two named dtypes: half of what was asked was judged."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def norm(x, gamma, eps):\n"
+        "    if x.dtype != torch.float32:\n"
+        "        raise ValueError('float32 alone')\n"
+        "    return torch.nn.functional.rms_norm(x, x.shape[-1:], gamma, eps)\n"
+    )
+    asked = (
+        "verify",
+        "--device",
+        "interpreter",
+        "--impl",
+        "mine:norm",
+        "--rows",
+        "1",
+        "--cols",
+        "3",
+        "--only",
+        "forward",
+    )
+    assert rmsnorm(*asked, "--dtype", "float32", cwd=tmp_path).returncode == 0
+    both = rmsnorm(*asked, "--dtype", "float32,float16", "--json", cwd=tmp_path)
+    assert both.returncode == 1
+    assert json.loads(both.stdout)["status"] == "inconclusive"
+    assert "float32 alone" in both.stderr

@@ -111,3 +111,17 @@ def test_the_worst_verdict_is_the_whole_and_nothing_passed_is_never_a_pass(statu
 def test_json_has_no_literals_that_are_no_json():
     text = strict_json({"a": [float("inf"), {"b": float("-inf")}], "c": (float("nan"), 1.5)})
     assert json.loads(text) == {"a": ["inf", {"b": "-inf"}], "c": ["nan", 1.5]}
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start_is_silent(name, monkeypatch):
+    """`>&-` leaves Python with None for the stream."""
+    monkeypatch.setattr(sys, name, None)
+    for json_mode in (True, False):
+        console = Console(json=json_mode)
+        console.note("note")
+        console.table(TABLE)
+        console.error("error")
+        console.document({"status": "passed"})
+        with console.progress("working", 1) as progress:
+            progress.advance()

@@ -107,7 +107,9 @@ def ask(
     only = set(settings.verify.only)
     planned = [(gate, gate.plan(settings, impl, execution)) for gate in gates.selected(only)]
     total = sum(len(questions) for _, questions in planned)
-    judged, silent = set(), 0
+    judged: set[tuple[str, str]] = set()
+    refusals: list[str] = []
+    silent = 0
     with console.progress(f"{impl.name} ({execution})", total) as progress:
         for gate, question in ((gate, question) for gate, questions in planned for question in questions):
             results = [
@@ -116,17 +118,28 @@ def ask(
                 if result.scope in only
             ]
             yield from results
+            refusals += [result.detail for result in results if result.status == "refused"]
             if gate is gates.declared:
-                judged |= {result.scope for result in results if result.status in ("passed", "failed")}
+                judged |= {(result.scope, result.dtype) for result in results if result.status in ("passed", "failed")}
             silent = silent + 1 if any(result.status == "error" for result in results) else 0
             if silent == PATIENCE:
                 text = f"{PATIENCE} questions running had no answer; the rest of the {total} was not asked"
                 yield CaseResult(impl.name, execution, "contract", "asked", "", "all cases", "error", detail=text)
                 return
             progress.advance(1, f"{gate.NAME}: {question.id}")
-    for scope in sorted((only & set(gates.declared.SCOPES)) - judged):
-        text = "nothing that was asked lies within what this implementation takes, so no number was judged"
-        yield CaseResult(impl.name, execution, scope, "asked", "", "all cases", "inconclusive", detail=text)
+    named = ("",) if settings.verify.default_dtypes else settings.verify.dtypes  # "": where none is named, any will do
+    for scope in gates.declared.SCOPES:
+        for dtype in named if scope in only else ():
+            if not any(scope == of and dtype in ("", kind) for of, kind in judged):
+                yield CaseResult(
+                    impl.name, execution, scope, "asked", dtype, "all cases", "inconclusive", detail=unjudged(refusals)
+                )
+
+
+def unjudged(refusals: Sequence[str]) -> str:
+    """Say that no number was judged, and what the implementation said where it refused."""
+    said = f"; it said first: {refusals[0]}" if refusals else ""
+    return f"nothing that was asked lies within what this implementation takes, so no number was judged{said}"
 
 
 def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:

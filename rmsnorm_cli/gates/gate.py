@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation
 
 T = TypeVar("T")
+ELSEWHERE = "not asked: the implementation ran in a process of its own, and only its wrapper here could answer"
 Tolerances = Mapping[str, Tolerance]
 CRASHES = {
     "OutOfMemoryError", "MemoryError", "AcceleratorError", "FailOnRecompileLimitHit",

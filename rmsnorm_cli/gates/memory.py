@@ -20,7 +20,7 @@ from torch import Tensor
 from rmsnorm_cli import cases
 from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.arena import Arena, Block, Poison, fence, same_bits
-from rmsnorm_cli.gates.gate import Answer, Asked, Tolerances, answer, device_type, inside
+from rmsnorm_cli.gates.gate import ELSEWHERE, Answer, Asked, Tolerances, answer, device_type, inside
 from rmsnorm_cli.layouts import Inputs
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 from rmsnorm_cli.tolerances import Tolerance
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.kernels.api import Implementation
 
+OF_THE_PROCESS = ("guards", "everything written", "no aliases")  # what another process's memory keeps to itself
 NAME = "memory"
 SCOPES: tuple[Scope, ...] = ("properties",)
 SHAPES = ((4, 1), (5, 3), (2, 33), (17, 257), (3, 1000), (2, 1024))
@@ -59,6 +60,9 @@ def check(
     problem = runs[0].answer.problem("dgamma") or runs[1].answer.problem("dgamma")
     if problem is not None:
         return [asked.verdict("properties", problem.status, problem.text)]
+    if impl.isolated:
+        elsewhere = [asked.verdict("properties", "skipped", ELSEWHERE, case=name) for name in OF_THE_PROCESS]
+        return [_untouched(asked, runs), *elsewhere]
     again = (_run(impl, case, original, "nan", bool(runs[0].blocks)) for _ in range(RETRIES))
     written = _written(asked, runs, again, tolerance)
     return [_untouched(asked, runs), _guards(asked, runs), written, _aliases(asked, runs)]

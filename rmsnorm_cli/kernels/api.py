@@ -37,7 +37,8 @@ class Implementation:
     why a call lies outside the contract, or None where it lies inside; without `accepts` the only way is to try.
     `rounding` is where the implementation rounds, for the oracle: `fp32` once, at the end; `llama` x · rstd to x's
     dtype, then times gamma; `gemma` times 1 + gamma, in fp32. `ours` are held to bitwise determinism,
-    `deterministic` ones promise it.
+    `deterministic` ones promise it. `isolated` ones run in a process of their own: their numbers can be judged, their
+    memory and their graph cannot.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Implementation:
     rounding: Rounding = "fp32"
     ours: bool = False
     deterministic: bool = False
+    isolated: bool = False
 
 
 def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:

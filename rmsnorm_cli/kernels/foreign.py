@@ -87,7 +87,7 @@ class ForeignWorker:
             self.__exit__(None, None, None)
             raise
         self.implementation = Implementation(
-            self.name, self.__call__, triton=facts["triton"], rounding=facts["rounding"]
+            self.name, self.__call__, triton=facts["triton"], rounding=facts["rounding"], isolated=True
         )
         return self
 

@@ -136,6 +136,13 @@ class Protocol:
 
     def refusal(self, state: State) -> str | None:
         """Say why a sound checkpoint cannot be continued by this run, or return None where it can."""
+        try:
+            return self.mismatch(state)
+        except (TypeError, AttributeError, KeyError, ValueError):  # values of other kinds than this tool saves
+            return "its content is not what this tool saves"
+
+    def mismatch(self, state: State) -> str | None:
+        """Compare a checkpoint's content with this run; raises for content of another kind."""
         if set(state) != {"identity", "data", "phases"}:
             return "it is not a checkpoint of a training run"
         held: Mapping[str, Any] = state["identity"]
@@ -146,7 +153,11 @@ class Protocol:
         if state["data"] != self.data:
             return "it was made from other examples or initial values (their hashes differ)"
         known = {phase.key for phase in self.phases}
-        return None if set(state["phases"]) <= known else "it holds phases that this run does not have"
+        if not set(state["phases"]) <= known:
+            return "it holds phases that this run does not have"
+        for held in state["phases"].values():
+            int(held["step"]), held["history"].tolist()
+        return None
 
     def rewrite_metrics(self) -> None:
         """Write metrics.jsonl anew from the checkpoint's histories: no step twice, none missing, no line cut short."""

@@ -154,8 +154,9 @@ class Verdicts:
         """Read the last checkpoint back: equal bits, equal predictions, and weights that either path takes strictly."""
         if not self.ground.ranks.leads:
             return
-        folder = self.protocol.run.checkpoints
-        _, state = checkpoint.load(checkpoint.listing(folder)[-1])
+        found = checkpoint.newest(self.protocol.run.checkpoints, self.protocol.refusal)
+        assert found is not None, "the last step was saved"
+        state = found.state
         for optimizer in self.ground.settings.train.optimizers:
             for phase in self.of(optimizer, "reference", "implementation"):
                 held, saved = self.states[phase.key]["model"], state["phases"][phase.key]["model"]

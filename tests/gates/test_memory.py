@@ -265,3 +265,10 @@ def test_the_plan_has_widths_on_both_sides_of_powers_of_two(settings, rowwise):
     widths = {case.N for case in asked}
     assert {1, 3, 33, 257, 1024} <= widths
     assert {case.dtype for case in asked} == {"float32", "float16"}
+
+
+def test_the_memory_of_another_process_is_not_vouched_for(ask, impl):
+    """Each answer of an isolated implementation is a fresh copy, which says nothing of its own buffers."""
+    case = cases.case((5, 33), "float32", "spread", 1e-6, 0)
+    found = {r.case.rpartition(": ")[2]: r.status for r in ask(memory, impl(RIGHT.norm(), isolated=True), case)}
+    assert found == {"inputs untouched": "passed"} | dict.fromkeys(memory.OF_THE_PROCESS, "skipped")

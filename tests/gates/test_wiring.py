@@ -211,3 +211,10 @@ def test_what_a_foreign_one_raises_in_one_graph_is_a_refusal_of_it(ask, impl, sm
     found = verdicts(ask(wiring, impl(norm), small()))
     assert found["gamma frozen"] == "refused"
     assert verdicts(ask(wiring, impl(norm, ours=True, triton=True), small()))["gamma frozen"] == "failed"
+
+
+def test_what_only_a_wrapper_could_answer_is_not_asked_of_an_isolated_implementation(ask, impl, small):
+    """A second derivative or saved tensors in another process: the wrapper's right answer is no evidence."""
+    found = verdicts(ask(wiring, impl(candidates.rstd_as_constant, isolated=True), small()))
+    assert {name for name, status in found.items() if status == "skipped"} == wiring.OF_THE_PROCESS - {"side stream"}
+    assert failing(ask(wiring, impl(candidates.rstd_as_constant), small())) == {"second derivative"}

@@ -48,6 +48,28 @@ def test_a_run_that_is_killed_again_and_again_still_equals_an_uninterrupted_one(
     assert as_whole(directory) is None
 
 
+def test_a_higher_checkpoint_of_another_run_is_neither_continued_nor_judged(trainer, whole):
+    """A stale file outranks every save by its number; the verdict is about what this run saved."""
+    directory = trainer.killed("adam/right", 7)
+    content = checkpoint.newest(directory / "checkpoints").state
+    checkpoint.save(directory / "checkpoints", 9000, content | {"data": {"train": "another"}}, keep=9)
+    (directory / "checkpoints" / "step-00009001.pt").mkdir()
+    outcome = trainer.resume(directory)
+    assert outcome.summary == whole[1].summary
+    assert outcome.status == "passed"
+
+
+@pytest.mark.parametrize("phases", [None, {"adam/right": [1]}, {"adam/right": {}}], ids=str)
+def test_a_sound_file_with_a_strange_inside_is_refused_by_name(trainer, phases):
+    directory = trainer.killed("adam/right", 7)
+    content = checkpoint.newest(directory / "checkpoints").state | {"phases": phases}
+    for path in checkpoint.listing(directory / "checkpoints"):
+        path.unlink()
+    checkpoint.save(directory / "checkpoints", 5, content, keep=9)
+    with pytest.raises(CheckpointError, match="is refused: its content is not what this tool saves"):
+        trainer.resume(directory)
+
+
 def test_more_steps_continue_every_phase(trainer, left, differing):
     """12 steps, then 12 more in the same directory, equal 24 in one go, across the borders of epochs of 40 examples."""
     directory, _ = trainer.start()
