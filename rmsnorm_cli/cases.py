@@ -148,6 +148,12 @@ def by_distribution(dtypes: Sequence[str], distributions: Sequence[str], eps: fl
     return [case(shape, dtype, name, eps, seed) for dtype in dtypes for name in distributions for shape in shapes]
 
 
+def by_eps(dtypes: Sequence[str], distributions: Sequence[str], seed: int) -> list[Case]:
+    """Return rows of zeros and of rms 1e-3 with an eps far below and far above the usual one."""
+    names = [name for name in ("zero_rows", "tiny") if name in distributions]
+    return [case((5, 129), dtype, name, eps, seed) for dtype in dtypes for name in names for eps in (1e-8, 1e-3)]
+
+
 _RANKS: dict[str, tuple[tuple[int, ...], ...]] = {
     "1d": ((257,), (1024,)),
     "3d": ((3, 5, 129),),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NAME = "declared tolerance"
 SCOPES: tuple[Scope, ...] = NUMERIC
 WIDE_ROWS = 2  # rows of the widths that only GPUs are fast at
+MORE_ROWS = (129, 1025)  # one more than a tile or a grid of programs is likely to hold
 MANY_ROWS = 65537  # past the largest y-size of a launch grid
 MANY_ROWS_COLS = (33, 255)  # at 256 columns the teaching kernel's partials would pass 64 MiB
 
@@ -41,6 +42,8 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
     added: list[Case] = []
     if verify.default_grid:
         added += cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
+        added += cases.grid(MORE_ROWS, (2, 3), verify.dtypes, distributions, eps, seed)
+        added += cases.by_eps(verify.dtypes, distributions, seed)
         added += cases.by_distribution(verify.dtypes, distributions, eps, seed)
         if execution == "cuda":
             added += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
