@@ -306,3 +306,23 @@ def test_a_dtype_named_and_never_judged_is_not_a_pass(tmp_path):
     assert both.returncode == 1
     assert json.loads(both.stdout)["status"] == "inconclusive"
     assert "float32 alone" in both.stderr
+
+
+def test_a_prediction_that_is_none_is_refused_before_a_run_is_made(tmp_path):
+    done = rmsnorm("exercise", "--predict", "foo=1,sum=nan", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("exercise.predict") == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bench_compares_with_the_latest_run_before_it(tmp_path):
+    """`latest-bench` means the run before, not the one that asks; a run that is not there is refused at once."""
+    wall = ("bench", "--wall", "--device", "interpreter", "--impl", "torch", "--shape", "4x8", "--dtype", "float32")
+    wall += ("--perimeter", "forward", "--samples", "4", "--calls", "2", "--warmup", "2")
+    nothing = rmsnorm(*wall, "--compare", "latest-bench", cwd=tmp_path)
+    assert nothing.returncode == 2
+    assert not (tmp_path / "runs").exists()
+    rmsnorm(*wall, cwd=tmp_path)
+    (first,) = runs(tmp_path)
+    again = rmsnorm(*wall, "--compare", "latest-bench", "--json", cwd=tmp_path)
+    assert json.loads(again.stdout)["compared"]["run"] == first.name, again.stderr

@@ -29,9 +29,17 @@ class Earlier:
     blocks: Mapping[Key, Times]
 
 
-def load(name: str, runs_dir: Path) -> Earlier:
-    """Read an earlier run of bench; ConfigError where there is none, or none that was finished with numbers."""
+def load(name: str, runs_dir: Path, asking: Path | None = None) -> Earlier:
+    """Read an earlier run of bench; ConfigError where there is none, or none that was finished with numbers.
+
+    `asking` is the run that compares: `latest` points at it by then, and means the one before.
+    """
     info = history.find(name, runs_dir)
+    if asking is not None and info.dir.name == asking.name:
+        others = [run for run in history.list_runs(runs_dir) if run.command == "bench" and run.dir.name != asking.name]
+        if not others:
+            raise ConfigError(f"bench.compare: {name} is this very run; expected an earlier run of bench")
+        info = others[-1]
     if info.command != "bench":
         raise ConfigError(f"bench.compare: {name} is a run of {info.command}; expected a run of bench")
     summary = info.facts.get("summary") or {}

@@ -7,6 +7,7 @@ stream of the same bytes. A verdict is spoken only where the intervals allow one
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.errors import EnvironmentProblem
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 YARDSTICKS = ("torch", "reference", "compile")  # verdicts are against these, where they are timed; the first is printed
 
 
+def check(settings: "Settings") -> None:
+    """Raise ConfigError where there is nothing to compare with."""
+    if settings.bench.compare is not None:
+        from rmsnorm_cli.bench import earlier
+
+        earlier.load(settings.bench.compare, Path(settings.run.dir))
+
+
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Time settings.run.impl on every cell; raises EnvironmentProblem for a Triton kernel without a GPU."""
     from rmsnorm_cli.bench import earlier, rows, tables
@@ -37,7 +46,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     facts = _facts(run, device)
     before, unlike = None, list[str]()
     if table.compare is not None:
-        before = earlier.load(table.compare, run.dir.parent)
+        before = earlier.load(table.compare, run.dir.parent, asking=run.dir)
         unlike = earlier.refuse_unlike(before, facts, table.across)
         earlier.refuse_disjoint(before, [cell.name for cell in cells], table.perimeters, settings.run.impl)
     declined = _preflight(settings, cells, device)

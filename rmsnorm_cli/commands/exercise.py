@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.exercise import questions
 from rmsnorm_cli.results import Outcome, Table
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def check(settings: "Settings") -> None:
             problems += problem.problems
     if settings.exercise.predict and (settings.exercise.all or settings.exercise.fault):
         problems.append("exercise.predict: only the default exercise asks; leave out exercise.fault and exercise.all")
+    elif settings.exercise.predict:
+        try:
+            questions.read_predictions(settings.exercise.predict)
+        except ConfigError as problem:
+            problems += problem.problems
     if problems:
         raise ConfigError(problems)
 

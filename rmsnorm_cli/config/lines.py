@@ -56,6 +56,8 @@ def read_toml(path: Path) -> TomlFile:
     try:
         if path.is_dir():
             return _unreadable("is a directory, expected a TOML file")
+        if path.is_fifo() or path.is_socket():  # opening one waits for somebody who writes
+            return _unreadable("is no regular file, expected a TOML file")
         with path.open("rb") as stream:
             raw = stream.read(LARGEST_FILE + 1)
     except FileNotFoundError:

@@ -1,5 +1,6 @@
 """The files in configs/, what `describe` says of the keys, and what importing the configuration costs."""
 
+import os
 import re
 import resource
 import subprocess
@@ -15,6 +16,7 @@ from rmsnorm_cli import tolerances
 from rmsnorm_cli.config import COMMANDS, FLAGS, describe, load, to_toml
 from rmsnorm_cli.config.fields import IMPLEMENTATIONS
 from rmsnorm_cli.config.schema import place
+from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.tolerances import DECLARED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -119,3 +121,10 @@ def test_tolerances_in_force_are_the_declared_ones_until_they_are_tightened() ->
     tightened = load("verify", sets=["verify.tolerances.float16.atol=0"]).verify.tolerances
     assert tightened.of("float16") == (0, DECLARED["float16"].rtol)
     assert tightened.of("float32") == DECLARED["float32"]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """Opening a named pipe waits for somebody who writes into it."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load("verify", file=tmp_path / "pipe.toml")
