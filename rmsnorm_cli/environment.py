@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # kernels import triton, which must wait until a device is ch
     from rmsnorm_cli.kernels.api import Implementation
 
 INSTALL = "pip install torch triton numpy"
-OPTIONAL = {"liger": "liger-kernel", "quack": "quack-kernels", "fla": "flash-linear-attention"}
+OPTIONAL = {"liger": "liger-kernel", "quack": "quack-kernels", "fla": "fla-core"}
 CACHE = ".cache"  # folder of the tool's own caches, in the runs folder
 TAG_NAME = "CACHEDIR.TAG"
 CACHE_TAG = """Signature: 8a477f597d28d172789f06886806bc55

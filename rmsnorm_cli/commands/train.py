@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rmsnorm_cli.kernels import Implementation
     from rmsnorm_cli.run import Run
 
-IN_PROCESS = ("reference", "rowwise", "fused", "torch", "compile")
-
 
 def run(
     settings: "Settings",
@@ -76,15 +74,10 @@ def chosen(settings: "Settings", run: "Run", device: "Device", stack: ExitStack)
         from rmsnorm_cli import faults
 
         return faults.implementation(settings.train.fault, run.dir)
-    from rmsnorm_cli.kernels import implementation
-    from rmsnorm_cli.kernels.foreign import ForeignWorker
+    from rmsnorm_cli.kernels.foreign import opened
 
-    name = settings.run.impl[0]
-    if name in IN_PROCESS:
-        return implementation(name)
-    worker = ForeignWorker(name, device.torch_device, rounding=settings.run.rounding)
-    found = stack.enter_context(worker).implementation
-    return around_one(found) if settings.run.rounding == "gemma" else found
+    found = stack.enter_context(opened(settings.run.impl[0], device.torch_device, settings.run.rounding))
+    return around_one(found) if found.isolated and settings.run.rounding == "gemma" else found
 
 
 def around_one(found: "Implementation") -> "Implementation":

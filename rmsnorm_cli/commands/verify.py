@@ -32,6 +32,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     """Judge every implementation of settings.run.impl; raises VerifierUntrusted if a control is misjudged."""
     from rmsnorm_cli import gates
     from rmsnorm_cli.gates import controls
+    from rmsnorm_cli.kernels.foreign import opened
 
     in_force = {dtype: settings.verify.tolerances.of(dtype) for dtype in tolerances.DECLARED}
     run.write("declared/tolerances.json", tolerances.canonical_json(in_force) + "\n")
@@ -39,7 +40,11 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     run.log(f"tolerances sha256 {digest}, written before the first comparison")
     results: list[CaseResult] = []
     with ExitStack() as stack:
-        judged = [held(name, settings, device, stack) for name in settings.run.impl]
+        table, rounding = settings.verify, settings.run.rounding
+        judged = [
+            stack.enter_context(opened(name, device.torch_device, rounding, table.timeout))
+            for name in settings.run.impl
+        ]
         examined = controls.examine(device.execution, device.torch_device, in_force)
         run.write("controls.json", strict_json([result.record() for result in examined]) + "\n")
         trust = (
@@ -79,17 +84,6 @@ def plan(settings: "Settings") -> list[str]:
         f"scopes {', '.join(table.only)}; declared-tolerance grid of {shapes}, "
         f"{len(table.distributions)} distributions, {len(table.layouts)} layouts, as far as each contract takes them",
     ]
-
-
-def held(name: str, settings: "Settings", device: "Device", stack: ExitStack) -> "Implementation":
-    """Return the implementation: ours and PyTorch's from this process, anyone else's from one of its own."""
-    from rmsnorm_cli.kernels import implementation
-    from rmsnorm_cli.kernels.foreign import ForeignWorker
-
-    if name in ("reference", "rowwise", "fused", "torch", "compile"):
-        return implementation(name, settings.run.rounding)
-    worker = ForeignWorker(name, device.torch_device, settings.verify.timeout, settings.run.rounding)
-    return stack.enter_context(worker).implementation
 
 
 def ask(

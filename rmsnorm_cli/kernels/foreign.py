@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,10 +24,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.kernels.api import Implementation
+from rmsnorm_cli.kernels.api import BUILT_IN, Implementation, implementation
 from rmsnorm_cli.kernels.contract import ContractError
 from rmsnorm_cli.kernels.lookup import UnknownImplementation
-from rmsnorm_cli.kernels.peers import MissingPackage, Rounding
+from rmsnorm_cli.kernels.peers import PACKAGES, MissingPackage, Rounding
 
 START_TIMEOUT = 180.0
 """Seconds that a fresh process may take to import torch and the implementation."""
@@ -36,6 +37,23 @@ MEMORY_HINT = ", as a write or read outside of its tensors does: look for a miss
 
 OUTPUT_TAIL = 2000
 """How many of the last characters that a dead process printed are shown."""
+
+
+IN_PROCESS = tuple(name for name in BUILT_IN if name not in PACKAGES)
+"""The implementations that are ours or PyTorch's own; everyone else's runs apart."""
+
+
+@contextlib.contextmanager
+def opened(name: str, device: str, rounding: Rounding = "fp32", timeout: float = 60.0) -> Iterator[Implementation]:
+    """Hold an implementation while the block lasts: from this process if it is in IN_PROCESS, else from one of its own.
+
+    Raises what `implementation()` and starting a ForeignWorker raise.
+    """
+    if name in IN_PROCESS:
+        yield implementation(name, rounding)
+    else:
+        with ForeignWorker(name, device, timeout, rounding) as worker:
+            yield worker.implementation
 
 
 class ForeignRefused(ContractError):
