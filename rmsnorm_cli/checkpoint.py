@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from rmsnorm_cli import atomic
 from rmsnorm_cli.errors import EnvironmentProblem, RmsnormError
+from rmsnorm_cli.rundir import atomic
 
 FORMAT = 1
 MARK = b"sha256:"

@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rmsnorm_cli import atomic
+from rmsnorm_cli.rundir import atomic
 
 WIDTH = 4.8  # inches: on a phone the letters come out at 10 pixels, beside another figure on a desk at 14
 INK = "#010203"  # no series has it; a page replaces it by currentColor

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_cli import interrupts
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome
-from rmsnorm_cli.run import open_run, rank, reopen
+from rmsnorm_cli.rundir import interrupts
+from rmsnorm_cli.rundir.run import open_run, rank, reopen
 
 SCHEMA = 1  # of the --json document; a change of a field's meaning raises it
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from rmsnorm_cli import atomic, checkpoint
+from rmsnorm_cli import checkpoint
 from rmsnorm_cli.checkpoint import CheckpointError, listing, load, newest, save
 from rmsnorm_cli.errors import EnvironmentProblem
+from rmsnorm_cli.rundir import atomic
 
 
 def state(number: float = 1.0) -> dict[str, Any]:

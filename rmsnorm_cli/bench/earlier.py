@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rmsnorm_cli import history
 from rmsnorm_cli.bench.rows import STREAM, TWIN, Rules
 from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.rundir import history
 from rmsnorm_cli.timing import Times, judge, unpaired_ratio
 
 Key = tuple[str, str, str, str, str]  # cell, perimeter, measure, cache, implementation

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.bench.workload import Buffers
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import TOLERANCES, Comparison, compare
+from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.kernels.api import Implementation
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import TOLERANCES, Comparison, compare
-from rmsnorm_cli.oracle import Oracle
 
 Outputs = tuple[Tensor, ...]
 Body = Callable[[], Outputs]

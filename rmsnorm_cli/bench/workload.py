@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm_cli.bench.rows import STREAMS
-from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.timing.cuda import Body
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import history
 from rmsnorm_cli.errors import ConfigError, RmsnormError
 from rmsnorm_cli.results import CaseResult, Outcome, Status, Table, count, overall
+from rmsnorm_cli.rundir import history
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.console import Console
-    from rmsnorm_cli.history import RunInfo
+    from rmsnorm_cli.rundir.history import RunInfo
 
 EXACT = 1e-9  # relative, of a float64 error from the same weights: processors differ in the order of a sum only
 ROUNDED = 1e-4  # relative, of the fp32 error that the run's own norm and device gave

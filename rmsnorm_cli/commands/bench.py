@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.kernels import Implementation
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
     from rmsnorm_cli.timing import WallClock
     from rmsnorm_cli.timing.cuda import CudaClock
 

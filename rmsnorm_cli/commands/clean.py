@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from rmsnorm_cli import liveness
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import CACHE, TAG_NAME, is_our_cache
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
-from rmsnorm_cli.history import RunInfo, list_runs, read_facts, repoint, stale_links
 from rmsnorm_cli.results import STATUSES, Outcome, Table
+from rmsnorm_cli.rundir import liveness
+from rmsnorm_cli.rundir.history import RunInfo, list_runs, read_facts, repoint, stale_links
 
 SCOPES = ("generated", "cache", "all")
 SECONDS = {"m": 60, "h": 3600, "d": 86_400}

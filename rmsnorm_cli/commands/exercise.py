@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 
 def run(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.kernels import Implementation
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 EXACT = 1e-12  # relative to the largest term: two float64 formulas of this length differ by rounding only
 WIDE = 64  # from this width on the Jacobian is probed in random directions instead of element by element

@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import atomic, history
 from rmsnorm_cli.errors import ConfigError
-from rmsnorm_cli.history import RunInfo
 from rmsnorm_cli.results import Outcome
+from rmsnorm_cli.rundir import atomic, history
+from rmsnorm_cli.rundir.history import RunInfo
 
 if TYPE_CHECKING:
     from rmsnorm_cli.console import Console

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import tolerances
+from rmsnorm_cli.judging import tolerances
 from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall, strict_json
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.kernels import Implementation
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 PATIENCE = 3  # a process that dies at each question costs seconds every time
 SHOWN = 3  # failures of one scope and gate that are printed; all of them are in metrics.jsonl and junit.xml

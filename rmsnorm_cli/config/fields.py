@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from rmsnorm_cli.cases import DISTRIBUTIONS, LAYOUTS
+from rmsnorm_cli.inputs.cases import DISTRIBUTIONS, LAYOUTS
 
 IMPLEMENTATIONS = ("reference", "rowwise", "fused", "torch", "compile", "liger", "quack", "fla")
 

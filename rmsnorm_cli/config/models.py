@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rmsnorm_cli.cases import COLS, DISTRIBUTIONS, LAYOUTS, ROWS
 from rmsnorm_cli.config.fields import (
     Cols,
     Count,
@@ -34,7 +33,8 @@ from rmsnorm_cli.config.fields import (
     TimedDtype,
     Word,
 )
-from rmsnorm_cli.tolerances import DECLARED, Tolerance
+from rmsnorm_cli.inputs.cases import COLS, DISTRIBUTIONS, LAYOUTS, ROWS
+from rmsnorm_cli.judging.tolerances import DECLARED, Tolerance
 
 COMMANDS = ("verify", "gradcheck", "train", "bench", "exercise")
 USES_DATA = ("gradcheck", "train")  # the commands that make the synthetic partitions

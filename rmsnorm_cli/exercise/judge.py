@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rmsnorm_cli.cases import Case, oracle
 from rmsnorm_cli.faults.examples import Example, inputs
 from rmsnorm_cli.faults.fault import Fault
 from rmsnorm_cli.gates.gate import Answer, answer
 from rmsnorm_cli.gates.hypotheses import Terms
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import Comparison, compare, dx_scale
-from rmsnorm_cli.oracle import Oracle
-from rmsnorm_cli.tolerances import DECLARED
+from rmsnorm_cli.inputs.cases import Case, oracle
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import Comparison, compare, dx_scale
+from rmsnorm_cli.judging.oracle import Oracle
+from rmsnorm_cli.judging.tolerances import DECLARED
 
 if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 N, SAFE = 257, 256
 BLOCK = 512  # the next power of two at or above 257; of 256 it is 256 itself

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.exercise import pool
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.fault import DETERMINISM, NAIVE
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.judging.tolerances import DECLARED
 from rmsnorm_cli.results import CaseResult, Outcome, Scope, Status, Table, count, overall
-from rmsnorm_cli.tolerances import DECLARED
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.gates import Gate
     from rmsnorm_cli.kernels.api import Implementation
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 UNCHANGED = "unchanged"
 SMALL, FEW = 5_000, 8  # elements and rows of x: the interpreter needs a millisecond a row, and more show nothing new

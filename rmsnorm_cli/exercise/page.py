@@ -5,21 +5,21 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.errors import EnvironmentProblem
 from rmsnorm_cli.exercise import matrix
 from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.examples import Example
 from rmsnorm_cli.faults.fault import NAIVE
-from rmsnorm_cli.numerics import Comparison
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.judging.numerics import Comparison
 from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rmsnorm_cli import atomic
 from rmsnorm_cli.faults.fault import Fault
+from rmsnorm_cli.rundir import atomic
 
 if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rmsnorm_cli.layouts import Inputs
+    from rmsnorm_cli.inputs.layouts import Inputs
 
 Row = list[float]
 
@@ -36,13 +36,13 @@ BALANCED = Example("3 x 8 balanced: the sums of x, of dy and of dy·x vanish in 
 
 def inputs(question: object, device: str) -> "Inputs":
     """Return the tensors of a Case or an Example on a torch device."""
-    from rmsnorm_cli import cases
+    from rmsnorm_cli.inputs import cases
 
     if isinstance(question, cases.Case):
         return cases.tensors(question, device)
     import torch
 
-    from rmsnorm_cli.layouts import Inputs
+    from rmsnorm_cli.inputs.layouts import Inputs
 
     assert isinstance(question, Example)
     dtype = getattr(torch, question.dtype)

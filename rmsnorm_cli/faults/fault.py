@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.errors import RmsnormError
+from rmsnorm_cli.inputs.cases import Case
 
 if TYPE_CHECKING:
     from torch import Tensor

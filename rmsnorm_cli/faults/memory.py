@@ -1,7 +1,7 @@
 """Mistakes in memory: what is not written, what is written over, and what is read as if it lay elsewhere."""
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.fault import CONTRACT, DECLARED, MEMORY, Change, Fault, rows
+from rmsnorm_cli.inputs.cases import Case
 
 ROW = "row = tl.program_id(0).to(tl.int64)"
 STORE_Y = "tl.store(y_ptr + row * N + columns, y.to(y_ptr.dtype.element_ty), mask=inside)"

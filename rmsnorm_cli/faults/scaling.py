@@ -1,9 +1,9 @@
 """Mistakes in y = x · rstd · gamma: which x, which gamma, and whether it is multiplied at all."""
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.examples import ones
 from rmsnorm_cli.faults.fault import DECLARED, FIT, NAIVE, UNIT_ROWS, ZERO_ROW, Change, Fault, rows
 from rmsnorm_cli.faults.predict import only
+from rmsnorm_cli.inputs.cases import Case
 
 Y = "y = x * rstd * gamma.to(tl.float32)"
 LOAD_X = "x = tl.load(x_ptr + row * N + columns, mask=inside, other=0.0)"

@@ -1,8 +1,8 @@
 """Mistakes in the wiring to autograd: kernels that are right, called with, keeping or returning the wrong thing."""
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.faults.examples import ones
 from rmsnorm_cli.faults.fault import AUTOGRAD, DECLARED, EXACT, MEMORY, Change, Fault, rows
+from rmsnorm_cli.inputs.cases import Case
 
 ENTRY = "        eps = eps_value(eps)\n"
 SAVE = "ctx.save_for_backward(x, gamma, rstd)"

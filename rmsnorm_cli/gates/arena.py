@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmsnorm_cli.numerics import bits
+from rmsnorm_cli.judging.numerics import bits
 
 Poison = Literal["nan", "finite"]
 ALIGNMENT = 256  # bytes: what PyTorch's CUDA allocator gives, so that a fenced tensor is specialised like any other

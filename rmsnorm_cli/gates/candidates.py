@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rmsnorm_cli.oracle import Oracle
+from rmsnorm_cli.judging.oracle import Oracle
 
 Norm = Callable[[Tensor, Tensor | None, float], Tensor]
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.gates.arena import Arena
 from rmsnorm_cli.gates.gate import Asked, Tolerances, answer, classified
 from rmsnorm_cli.gates.refusals import Call, ContractQuestion, questions, values
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import bits, compare, dx_scale
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import bits, compare, dx_scale
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.errors import VerifierUntrusted
 from rmsnorm_cli.gates import candidates, contract, declared, determinism, exact, identities, memory, wiring
 from rmsnorm_cli.gates.candidates import Norm
 from rmsnorm_cli.gates.gate import Gate, Tolerances
 from rmsnorm_cli.gates.refusals import questions
+from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.results import CaseResult, Execution, Status
 
 if TYPE_CHECKING:

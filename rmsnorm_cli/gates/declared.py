@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside, part, refusal
 from rmsnorm_cli.gates.hypotheses import explain
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import Comparison, compare, dx_scale
-from rmsnorm_cli.oracle import Oracle
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import Comparison, compare, dx_scale
+from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 
 if TYPE_CHECKING:

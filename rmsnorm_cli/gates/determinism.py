@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.arena import same_bits
 from rmsnorm_cli.gates.gate import Answer, Asked, Tolerances, answer, device_type, inside
-from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.errors import RmsnormError
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.oracle import Oracle
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.oracle import Oracle
+from rmsnorm_cli.judging.tolerances import Tolerance
 from rmsnorm_cli.results import CaseResult, Execution, Scope, Status
-from rmsnorm_cli.tolerances import Tolerance
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rmsnorm_cli.gates.gate import classified
-from rmsnorm_cli.layouts import Inputs, place
-from rmsnorm_cli.numerics import dx_scale
-from rmsnorm_cli.tolerances import Tolerance
+from rmsnorm_cli.inputs.layouts import Inputs, place
+from rmsnorm_cli.judging.numerics import dx_scale
+from rmsnorm_cli.judging.tolerances import Tolerance
 
 if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation

@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import compare
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import compare
+from rmsnorm_cli.judging.tolerances import Tolerance
 from rmsnorm_cli.results import Scope
-from rmsnorm_cli.tolerances import Tolerance
 
 
 @dataclass(frozen=True)

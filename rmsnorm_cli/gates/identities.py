@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.budget import budget
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.gate import Asked, Tolerances, answer, device_type, inside
 from rmsnorm_cli.gates.relations import RELATIONS, Base, Claim, Unanswered, complete
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.judging.budget import budget
+from rmsnorm_cli.judging.tolerances import Tolerance
 from rmsnorm_cli.results import CaseResult, Execution, Scope
-from rmsnorm_cli.tolerances import Tolerance
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.arena import Arena, Block, Poison, fence, same_bits
 from rmsnorm_cli.gates.gate import ELSEWHERE, Answer, Asked, Tolerances, answer, device_type, inside
-from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.tolerances import Tolerance
 from rmsnorm_cli.results import CaseResult, Execution, Scope
-from rmsnorm_cli.tolerances import Tolerance
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.layouts import place
+from rmsnorm_cli.inputs.layouts import place
 
 Expected = Literal["refuse", "work", "either"]
 M, N = 3, 8

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.budget import KAPPA_DX, U32, Budget, smallest
 from rmsnorm_cli.gates.gate import Answer, Problem, answer
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.budget import KAPPA_DX, U32, Budget, smallest
+from rmsnorm_cli.judging.numerics import dx_scale, unit_roundoff
+from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.kernels.contract import CallSpec
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import dx_scale, unit_roundoff
-from rmsnorm_cli.oracle import Oracle
 
 if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.gates.gate import ELSEWHERE, Asked, Tolerances, answer, classified, device_type, inside
 from rmsnorm_cli.gates.graphs import CHECKS, OF_OURS, ON_GPU, Wire
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.results import CaseResult, Execution, Scope
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rmsnorm_cli.training.plan import Phase
 
 if TYPE_CHECKING:
     from rmsnorm_cli.console import Console, Progress
-    from rmsnorm_cli.run import Run
+    from rmsnorm_cli.rundir.run import Run
 
 States = dict[str, State]  # of the phases begun so far, by key
 

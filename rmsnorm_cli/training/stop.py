@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rmsnorm_cli import interrupts
 from rmsnorm_cli.errors import Interrupted
+from rmsnorm_cli.rundir import interrupts
 
 ECHO = 3.0  # seconds in which torchrun repeats to its processes a signal that the terminal has already sent them
 

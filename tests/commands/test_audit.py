@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 
-from rmsnorm_cli import atomic, checkpoint, config, history
+from rmsnorm_cli import checkpoint, config
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.commands.audit import audit
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.kernels import implementation
-from rmsnorm_cli.run import open_run
+from rmsnorm_cli.rundir import atomic, history
+from rmsnorm_cli.rundir.run import open_run
 
 CPU = Device("interpreter", "interpreter", "cpu", "CPU")
 OPTIONS = {

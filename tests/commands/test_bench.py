@@ -14,7 +14,7 @@ from rmsnorm_cli import config, environment
 from rmsnorm_cli.commands import bench
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
-from rmsnorm_cli.run import open_run
+from rmsnorm_cli.rundir.run import open_run
 from rmsnorm_cli.timing import WallClock
 
 SMALL = {"bench.shapes": [[6, 33]], "bench.dtypes": ["float32"], "bench.perimeters": ["forward"]}

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from rmsnorm_cli import environment, history, liveness
+from rmsnorm_cli import environment
 from rmsnorm_cli.commands import clean as module
 from rmsnorm_cli.commands.clean import clean
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.results import Outcome
+from rmsnorm_cli.rundir import history, liveness
 
 QUIET = Console(json=False, quiet=True)
 

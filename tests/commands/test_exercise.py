@@ -16,7 +16,7 @@ from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 from rmsnorm_cli.exercise import gates_page, lesson, matrix, pool, questions
 from rmsnorm_cli.exercise.matrix import UNCHANGED, Row
 from rmsnorm_cli.faults import apply
-from rmsnorm_cli.run import open_run
+from rmsnorm_cli.rundir.run import open_run
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = environment.Device("auto", "cuda" if ON_GPU else "interpreter", "cuda:0" if ON_GPU else "cpu", "test device")

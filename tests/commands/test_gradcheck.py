@@ -11,7 +11,7 @@ from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import choose_device
 from rmsnorm_cli.kernels import implementation, reference
 from rmsnorm_cli.results import count
-from rmsnorm_cli.run import open_run
+from rmsnorm_cli.rundir.run import open_run
 
 TABLE = config.load("gradcheck", file=None, environ={}, sets=[], options={}).gradcheck
 

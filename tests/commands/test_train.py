@@ -16,7 +16,7 @@ from rmsnorm_cli import config
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.kernels import ContractError, Implementation, implementation
-from rmsnorm_cli.run import open_run
+from rmsnorm_cli.rundir.run import open_run
 from rmsnorm_cli.training.plan import phases
 
 SMALL = """

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rmsnorm_cli import tolerances
 from rmsnorm_cli.config import COMMANDS, FLAGS, describe, load, to_toml
 from rmsnorm_cli.config.fields import IMPLEMENTATIONS
 from rmsnorm_cli.config.schema import place
 from rmsnorm_cli.errors import ConfigError
-from rmsnorm_cli.tolerances import DECLARED
+from rmsnorm_cli.judging import tolerances
+from rmsnorm_cli.judging.tolerances import DECLARED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

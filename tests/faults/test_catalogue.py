@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rmsnorm_cli import config, faults, gates
-from rmsnorm_cli.cases import Case
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.faults import CATALOGUE, Change, FaultNotApplicable, apply
 from rmsnorm_cli.faults.fault import BUDGET, DECLARED, FIT, STAGES
+from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.kernels import implementation
 
 MISTAKES = [fault for fault in CATALOGUE if not fault.equivalent]

@@ -13,8 +13,8 @@ from rmsnorm_cli.exercise import matrix
 from rmsnorm_cli.exercise.judge import judge
 from rmsnorm_cli.faults import CATALOGUE, apply
 from rmsnorm_cli.faults.fault import DECLARED, rows
+from rmsnorm_cli.judging.numerics import identical
 from rmsnorm_cli.kernels import implementation
-from rmsnorm_cli.numerics import identical
 
 DEVICE = environment.Device("auto", "cuda", "cuda:0", "GPU") if torch.cuda.is_available() else None
 HERE = DEVICE or environment.Device("auto", "interpreter", "cpu", "CPU, Triton interpreter")

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.config.models import Operator, RunTable, Verify
 from rmsnorm_cli.gates import contract, controls, declared, determinism, exact, identities, memory, wiring
-from rmsnorm_cli.tolerances import DECLARED
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.judging.tolerances import DECLARED
 
 GATES = {gate.NAME: gate for gate in (contract, memory, exact, declared, identities, wiring, determinism)}
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli import cases, numerics
 from rmsnorm_cli.errors import VerifierUntrusted
 from rmsnorm_cli.gates import (
     candidates,
@@ -20,7 +19,9 @@ from rmsnorm_cli.gates import (
     wiring,
 )
 from rmsnorm_cli.gates.candidates import RIGHT
-from rmsnorm_cli.tolerances import DECLARED
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.judging import numerics
+from rmsnorm_cli.judging.tolerances import DECLARED
 
 
 def test_a_right_kernel_like_candidate_is_rejected_by_none(rejecting):

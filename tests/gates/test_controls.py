@@ -5,7 +5,7 @@ import pytest
 from rmsnorm_cli.errors import VerifierUntrusted
 from rmsnorm_cli.gates import candidates, controls, declared, determinism, exact, identities, memory, wiring
 from rmsnorm_cli.gates.controls import CONTROLS, GOOD, Control
-from rmsnorm_cli.tolerances import DECLARED, Tolerance
+from rmsnorm_cli.judging.tolerances import DECLARED, Tolerance
 
 
 def only(monkeypatch, *chosen):

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.errors import Interrupted
 from rmsnorm_cli.gates import candidates, declared, hypotheses
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.tolerances import DECLARED
 from rmsnorm_cli.kernels.foreign import ForeignRefused, ForeignTimeout
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.tolerances import DECLARED
 
 
 def statuses(results):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.gates import determinism
 from rmsnorm_cli.gates.candidates import RIGHT
 from rmsnorm_cli.gates.determinism import Repeated
+from rmsnorm_cli.inputs import cases
 
 
 @pytest.fixture

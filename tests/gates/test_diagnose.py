@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.gates import candidates, declared
 from rmsnorm_cli.gates.candidates import RIGHT
 from rmsnorm_cli.gates.diagnose import diagnose
+from rmsnorm_cli.inputs import cases
 
 DTYPES = ("float32", "float16")
 PLAN = cases.unique(

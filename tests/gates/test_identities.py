@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.gates import candidates, identities
 from rmsnorm_cli.gates.candidates import RIGHT
 from rmsnorm_cli.gates.relations import RELATIONS
+from rmsnorm_cli.inputs import cases
 
 
 def verdicts(results):
@@ -120,7 +120,7 @@ def test_gemma_is_asked_about_all_that_holds_for_it(ask, impl, small):
 
 
 def test_bf16_sums_are_skipped_in_the_interpreter_with_the_reason(impl, small, device):
-    from rmsnorm_cli.tolerances import DECLARED
+    from rmsnorm_cli.judging.tolerances import DECLARED
 
     found = identities.check(impl(candidates.eager), small(dtype="bfloat16"), "interpreter", device, DECLARED)
     skipped = {result.case.split(": ")[1] for result in found if result.status == "skipped"}

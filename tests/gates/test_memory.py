@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli import cases
 from rmsnorm_cli.gates import candidates, memory
 from rmsnorm_cli.gates.arena import Arena, fence, same_bits
 from rmsnorm_cli.gates.candidates import RIGHT
 from rmsnorm_cli.gates.gate import answer
-from rmsnorm_cli.layouts import place
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.layouts import place
 
 # Fenced memory.
 

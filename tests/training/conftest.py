@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rmsnorm_cli import checkpoint, config, run
+from rmsnorm_cli import checkpoint, config
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.kernels import Implementation, reference
 from rmsnorm_cli.results import Outcome
+from rmsnorm_cli.rundir import run
 from rmsnorm_cli.training import loop
 
 CPU = Device("interpreter", "interpreter", "cpu", "CPU")

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rmsnorm_cli import config, environment, run
+from rmsnorm_cli import config, environment
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.kernels import implementation
+from rmsnorm_cli.rundir import run
 from rmsnorm_cli.training import loop, ranks
 
 CPU = Device("interpreter", "interpreter", "cpu", "CPU")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.cases import Case
+from rmsnorm_cli.inputs.cases import Case
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.tolerances import DECLARED, Tolerance
+from rmsnorm_cli.judging.tolerances import DECLARED, Tolerance
 
 TOLERANCES: Mapping[str, Tolerance] = DECLARED
 ALL = slice(None)

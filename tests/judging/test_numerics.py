@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmsnorm_cli.numerics import TOLERANCES, bits, compare, dx_scale, identical, kinds, regions, spacing
-from rmsnorm_cli.tolerances import Tolerance
+from rmsnorm_cli.judging.numerics import TOLERANCES, bits, compare, dx_scale, identical, kinds, regions, spacing
+from rmsnorm_cli.judging.tolerances import Tolerance
 
 F32 = TOLERANCES["float32"]
 WANT = torch.linspace(-2, 2, 4096, dtype=torch.float64).reshape(4, 1024)

@@ -14,8 +14,8 @@ from itertools import cycle, product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rmsnorm_cli.layouts import Inputs
-    from rmsnorm_cli.oracle import Oracle
+    from rmsnorm_cli.inputs.layouts import Inputs
+    from rmsnorm_cli.judging.oracle import Oracle
 
 DISTRIBUTIONS: dict[str, str] = {
     # name: methodology's letter, then why it is asked; strong ones first, so that few shapes meet the best of them
@@ -96,15 +96,15 @@ class Case:
 
 def tensors(case: Case, device: str = "cpu") -> Inputs:
     """Make x, gamma and dy of a case on `device`: drawn on the CPU, rounded to the dtype, then laid out."""
-    from rmsnorm_cli.distributions import draw
-    from rmsnorm_cli.layouts import arrange
+    from rmsnorm_cli.inputs.distributions import draw
+    from rmsnorm_cli.inputs.layouts import arrange
 
     return arrange(case, *draw(case), device)
 
 
 def oracle(inputs: Inputs, eps: float, rounding: str = "fp32") -> Oracle:
     """Return y, dx, dgamma and rstd in float64 for already rounded inputs; `rounding` as in `oracle.answer`."""
-    from rmsnorm_cli.oracle import answer
+    from rmsnorm_cli.judging.oracle import answer
 
     return answer(inputs, eps, rounding)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.layouts import Inputs
-from rmsnorm_cli.numerics import unit_roundoff
-from rmsnorm_cli.oracle import Oracle
+from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.judging.numerics import unit_roundoff
+from rmsnorm_cli.judging.oracle import Oracle
 
 U32 = 2.0**-24
 KAPPA_Y = 16.0

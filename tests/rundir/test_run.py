@@ -16,18 +16,20 @@ from typing import Any
 
 import pytest
 
-from rmsnorm_cli import atomic, config, history, interrupts, liveness, run
+from rmsnorm_cli import config
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted
 from rmsnorm_cli.results import Outcome
-from rmsnorm_cli.run import Run, list_runs, open_run, reopen
+from rmsnorm_cli.rundir import atomic, history, interrupts, liveness, run
+from rmsnorm_cli.rundir.run import Run, list_runs, open_run, reopen
 
 DEVICE = Device("auto", "interpreter", "cpu", "CPU, Triton interpreter")
 PASSED = Outcome("passed", "interpreter", {"passed": 3}, {"worst": 0.5})
 START = """
 import sys
 from pathlib import Path
-from rmsnorm_cli import config, run
+from rmsnorm_cli import config
+from rmsnorm_cli.rundir import run
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import exit_code_of
 from rmsnorm_cli.results import Outcome

@@ -19,9 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import __version__, atomic, interrupts, liveness
+from rmsnorm_cli import __version__
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, RmsnormError, exit_code_of, sentence
-from rmsnorm_cli.history import (
+from rmsnorm_cli.results import Outcome, strict_json
+from rmsnorm_cli.rundir import atomic, interrupts, liveness
+from rmsnorm_cli.rundir.history import (
     RESERVE,
     SCHEMA,
     STAMP,
@@ -34,7 +36,6 @@ from rmsnorm_cli.history import (
     read_info,
     read_records,
 )
-from rmsnorm_cli.results import Outcome, strict_json
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rmsnorm_cli.layouts import Inputs
+from rmsnorm_cli.inputs.layouts import Inputs
 
 
 @dataclass(frozen=True)

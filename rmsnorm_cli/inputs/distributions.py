@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.cases import Case
+from rmsnorm_cli.inputs.cases import Case
 
 Generator = torch.Generator
 RANGE = (300.0, 6e4, 1e-4, 256.0, 200.0, 6e-7)  # a single row takes the first: its square leaves fp16

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_cli import atomic, liveness
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
+from rmsnorm_cli.rundir import atomic, liveness
 
 TOOL = "rmsnorm"  # what makes a run.json ours
 SCHEMA = 1  # of run.json; a change of a field's meaning raises it

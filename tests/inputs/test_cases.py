@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmsnorm_cli import cases
-from rmsnorm_cli.cases import COLS, DISTRIBUTIONS, LAYOUTS, ROWS, Case
 from rmsnorm_cli.config.models import Verify
-from rmsnorm_cli.layouts import Inputs, place
+from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs.cases import COLS, DISTRIBUTIONS, LAYOUTS, ROWS, Case
+from rmsnorm_cli.inputs.layouts import Inputs, place
 
 NAMES = tuple(DISTRIBUTIONS)
 
@@ -31,7 +31,7 @@ def test_the_configuration_defaults_to_these_rows_and_columns():
 
 
 def test_importing_cases_imports_no_torch():
-    code = "import sys, rmsnorm_cli.cases; sys.exit('torch' in sys.modules)"
+    code = "import sys, rmsnorm_cli.inputs.cases; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -67,7 +67,7 @@ def test_ids_tell_every_part_of_a_question_apart():
 
 def test_values_do_not_depend_on_the_process():
     """Python's own hash() differs between processes; the seed of a case must not."""
-    code = "from rmsnorm_cli.cases import Case; print(Case((3, 5), seed=7).generator_seed)"
+    code = "from rmsnorm_cli.inputs.cases import Case; print(Case((3, 5), seed=7).generator_seed)"
     seeds = {
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": salt}, capture_output=True, check=True

@@ -1,0 +1,1 @@
+"""The right answer in float64, and how far off is too far."""
