@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rmsnorm_cli.kernels import reference
 from rmsnorm_cli.kernels.contract import ContractError, eps_value
@@ -79,7 +80,8 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
     """Return f(x, gamma, eps) -> y that runs the pair's kernels forward and backward.
 
     Autocast casts nothing here: x and gamma reach the launcher in the dtypes they have. Inside a torch.func transform
-    it raises ContractError; torch.compile takes the pair's `op`, or breaks its graph at the call.
+    and for a forward-mode derivative it raises ContractError; torch.compile takes the pair's `op`, or breaks its graph
+    at the call.
     """
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
@@ -100,6 +102,8 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
                 f"{pair.name} was called inside a torch.func transform (vmap, grad, jvp, ...): "
                 "it takes plain tensors alone; use impl='reference' there"
             )
+        if forward_ad._current_level >= 0 and any(_has_tangent(operand) for operand in (x, gamma)):
+            raise ContractError(f"{name} has no forward-mode derivative: use impl='reference' for that")
         eps = eps_value(eps)
         # getattr, since what is not a tensor is refused by the launcher, which knows the words for it.
         differentiated = getattr(x, "requires_grad", False) or getattr(gamma, "requires_grad", False)
@@ -111,6 +115,11 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
         return result
 
     return call
+
+
+def _has_tangent(operand: object) -> bool:
+    """Say whether a forward-mode derivative rides on an operand; a launcher would drop it without a word."""
+    return isinstance(operand, Tensor) and forward_ad.unpack_dual(operand).tangent is not None
 
 
 class _Normalise(torch.autograd.Function):

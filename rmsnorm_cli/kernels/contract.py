@@ -20,6 +20,9 @@ ROWWISE_MAX_PARTIAL_BYTES = 64 * 2**20
 FUSED_MAX_COLUMNS = 2**30
 """The widest row whose columns `fused` counts without overflow."""
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What x and gamma may be made of; float8, integers, booleans and complex numbers are no operands of a norm."""
+
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 FP32_LARGEST = torch.finfo(torch.float32).max
 
@@ -79,14 +82,18 @@ def eps_value(eps: object) -> float:
 def operand_refusal(spec: CallSpec) -> str | None:
     """Say why every implementation of ours refuses such a call, or return None: all that `reference` refuses."""
     for name, dtype in (("x", spec.x_dtype), ("gamma", spec.gamma_dtype)):
-        if dtype is not None and not dtype.is_floating_point:
-            return f"{name} has dtype {dtype}: it must be a real floating-point tensor"
+        if dtype is not None and dtype not in DTYPES:
+            return f"{name} has dtype {dtype}: it must be torch.float32, float16, bfloat16 or float64"
     if not spec.shape:
         return "x has 0 dimensions: it needs at least 1, the row to normalise"
     if spec.shape[-1] == 0:
         return f"x has shape {spec.shape}: a row needs at least 1 column, since the mean of none is undefined"
     if not math.isfinite(spec.eps) or spec.eps <= 0:
         return f"eps is {spec.eps!r}: it must be finite and above 0"
+    if spec.x_dtype != torch.float64 and not FP32_SMALLEST_NORMAL <= spec.eps <= FP32_LARGEST:
+        # Below, it is 0 by the time it is added, and a row of zeros becomes 0 / 0.
+        limits = f"[{FP32_SMALLEST_NORMAL:.3g}, {FP32_LARGEST:.3g}]"
+        return f"eps is {spec.eps!r}: beside {spec.x_dtype} it is added in float32, where it must lie in {limits}"
     return None
 
 
@@ -118,9 +125,6 @@ def rowwise_refusal(spec: CallSpec) -> str | None:
         return f"gamma has dtype {spec.gamma_dtype}: rowwise takes gamma in the dtype of x, {spec.x_dtype}"
     if not spec.contiguous:
         return "x is not contiguous: rowwise reads rows that lie one behind the other; call x.contiguous() first"
-    if not FP32_SMALLEST_NORMAL <= spec.eps <= FP32_LARGEST:
-        limits = f"[{FP32_SMALLEST_NORMAL:.3g}, {FP32_LARGEST:.3g}]"
-        return f"eps is {spec.eps!r}: rowwise adds it in float32, where it must lie in {limits}"
     if N > ROWWISE_MAX_COLUMNS:
         return f"x has {N} columns: rowwise takes at most {ROWWISE_MAX_COLUMNS}"
     partial_bytes = M * N * 4
@@ -132,23 +136,15 @@ def rowwise_refusal(spec: CallSpec) -> str | None:
     return triton_refusal(spec.device_type)
 
 
-FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
 def fused_refusal(spec: CallSpec) -> str | None:
     """Say why `fused` refuses such a call, or return None where it takes it."""
     reason = operand_refusal(spec)
     if reason is not None:
         return reason
-    if spec.x_dtype not in FUSED_DTYPES:
-        return f"x has dtype {spec.x_dtype}: fused takes torch.float32, float16, bfloat16 and float64"
     half = spec.x_dtype in (torch.float16, torch.bfloat16)
     if spec.gamma_dtype not in (None, spec.x_dtype, torch.float32 if half else None):
         beside = f"{spec.x_dtype} or torch.float32" if half else f"{spec.x_dtype}"
         return f"gamma has dtype {spec.gamma_dtype} beside x in {spec.x_dtype}: fused takes gamma in {beside}"
-    if spec.x_dtype != torch.float64 and not FP32_SMALLEST_NORMAL <= spec.eps <= FP32_LARGEST:
-        limits = f"[{FP32_SMALLEST_NORMAL:.3g}, {FP32_LARGEST:.3g}]"
-        return f"eps is {spec.eps!r}: fused adds it in float32, where it must lie in {limits}"
     if spec.shape[-1] > FUSED_MAX_COLUMNS:
         return f"x has {spec.shape[-1]} columns: fused, which counts in 32 bits, takes at most {FUSED_MAX_COLUMNS:,}"
     return triton_refusal(spec.device_type)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rmsnorm_cli.kernels.autograd import count
 from rmsnorm_cli.kernels.backplan import BackwardPlan
-from rmsnorm_cli.kernels.contract import ContractError, check_fused, fused_refusal
+from rmsnorm_cli.kernels.contract import INTERPRETED, ContractError, check_fused, fused_refusal
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
 from rmsnorm_cli.kernels.program import on_device
 from rmsnorm_cli.kernels.rowlayout import copied_in_order, describe, walking_order
@@ -40,9 +40,13 @@ def reset_launched() -> None:
     LAUNCHED.clear()
 
 
+# By number on a GPU, which costs less; cpu and meta share the number -1, and in the interpreter cpu has plans.
+_place: Any = (lambda tensor: tensor.device) if INTERPRETED else Tensor.get_device
+
+
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     """Return what of a tensor can decide a launch, the contract's answer included."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, tensor.get_device(), tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, _place(tensor), tensor.is_neg()
 
 
 def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,7 +56,7 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor
     """
     try:
         key = (_key(x), None if gamma is None else _key(gamma))
-    except AttributeError:  # something is no tensor; the contract says what
+    except (AttributeError, RuntimeError):  # something is no tensor, or has no memory; the contract says what
         check_fused(x, gamma, eps)
         raise
     plan = _forward_plans.get(key)

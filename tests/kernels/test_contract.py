@@ -140,11 +140,12 @@ def test_what_is_no_positive_finite_number_is_no_eps(eps, impl, device):
         rms_norm(ones(1, 2, device=device), ones(2, device=device), eps, impl=impl)
 
 
+@pytest.mark.parametrize("impl", ["reference", "rowwise", "fused"])
 @pytest.mark.parametrize("eps", [1e-46, 1e-39, 1e39])
-def test_eps_that_float32_cannot_hold_is_refused_by_rowwise_alone(eps, device):
-    """1e-46 would arrive in the kernel as 0 and turn a row of zeros into NaN; float64 arithmetic takes it."""
+def test_eps_that_float32_cannot_hold_is_refused_where_float32_adds_it(eps, impl, device):
+    """1e-46 would be 0 when it is added and turn a row of zeros into NaN; float64 arithmetic takes it."""
     with pytest.raises(ContractError, match=r"eps is .*float32.*1\.18e-38"):
-        rms_norm(ones(1, 2, device=device), ones(2, device=device), eps, impl="rowwise")
+        rms_norm(ones(1, 2, device=device), ones(2, device=device), eps, impl=impl)
     y = rms_norm(torch.zeros(1, 2, dtype=torch.float64), None, eps, impl="reference")
     assert torch.equal(y, torch.zeros_like(y))
 
