@@ -1,6 +1,18 @@
-"""What all tests share: the device they run on, and the interpreter where there is no GPU."""
+"""What all tests share: the device they run on, the interpreter where there is no GPU, and the table of reported cases.
 
+`pytest -m case --immunity docs/immunity.md` runs what covers a public report (tests/reported/cases.toml) and writes the
+column of this machine; the column of the other one is taken over from docs/immunity.md.
+"""
+
+import ast
 import os
+import re
+import tomllib
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +22,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TESTS = Path(__file__).parent
+TABLE = TESTS.parent / "docs" / "immunity.md"
+COLUMNS = ("on the CPU", "on the H200")
+OWN = int(GPUS > 0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--immunity", metavar="FILE", help="write the table of reported cases with this run's results")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--immunity") and not hasattr(config, "workerinput"):  # xdist's workers report to one process
+        config.pluginmanager.register(Immunity(Path(config.getoption("--immunity"))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +48,110 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Return where tensors lie: the first GPU, or the CPU (Triton's interpreter) where there is none."""
     return "cuda:0" if GPUS else "cpu"
+
+
+# --- the table of reported cases --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def covering() -> dict[str, list[str]]:
+    """Return case -> the tests that cover it."""
+    return covered()
+
+
+@pytest.fixture(scope="session")
+def immunity_table() -> str:
+    """Return the committed table without its results."""
+    return without_results(TABLE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def fresh_table() -> str:
+    """Return the table as the marks and cases.toml make it today, without results."""
+    return without_results(rendered({}, ("", "")))
+
+
+def covered() -> dict[str, list[str]]:
+    """Read the marks `pytest.mark.case("B01", ...)` of all test functions, whatever part of them this run collects."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for mark in node.decorator_list:
+                    if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.case":
+                        for identifier in mark.args:
+                            found[ast.literal_eval(identifier)].append(
+                                f"{path.relative_to(TESTS.parent).as_posix()}::{node.name}"
+                            )
+    return dict(found)
+
+
+class Immunity:
+    """Collects what each test came to and writes the table when the session ends."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.seen: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a test's call, or the stage that kept it from one."""
+        if report.when == "call" or report.outcome != "passed":
+            word = "needs more GPUs" if report.skipped and "CUDA device" in str(report.longrepr) else report.outcome
+            self.seen[report.nodeid.partition("[")[0]][word] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the table."""
+        results, heads = earlier()
+        for identifier, tests in covered().items():
+            total = sum((self.seen[test] for test in tests), Counter())
+            cells = list(results.get(identifier, ("", "")))
+            cells[OWN] = ", ".join(f"{number} {word}" for word, number in sorted(total.items(), key=order)) or "not run"
+            results[identifier] = (cells[0], cells[1])
+        name = f"{GPUS} × {torch.cuda.get_device_name(0)}" if GPUS else "Triton's interpreter and PyTorch on the CPU"
+        own = f"{name}, torch {torch.__version__}, Triton {version('triton')}, {datetime.now(UTC):%Y-%m-%d}"
+        heads = (heads[0], own) if OWN else (own, heads[1])
+        self.target.write_text(rendered(results, heads), encoding="utf-8")
+
+
+def order(item: tuple[str, int]) -> tuple[int, str]:
+    """Put failures first: they are what a reader looks for."""
+    return ("failed", "passed").index(item[0]) if item[0] in ("failed", "passed") else 2, item[0]
+
+
+def earlier() -> tuple[dict[str, tuple[str, str]], tuple[str, str]]:
+    """Return the results that the committed table holds, case -> (CPU, GPU), and what it says of the two machines."""
+    text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    rows = re.findall(r"^\| (B\d+) \|.*\| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    machines = [re.search(rf"^\* {column}: (.*)$", text, re.MULTILINE) for column in COLUMNS]
+    told = [machine[1] if machine else "not run yet" for machine in machines]
+    return {identifier: (cpu, gpu) for identifier, cpu, gpu in rows}, (told[0], told[1])
+
+
+def rendered(results: dict[str, tuple[str, str]], heads: tuple[str, str]) -> str:
+    """Return docs/immunity.md."""
+    cases = tomllib.loads((TESTS / "reported" / "cases.toml").read_text(encoding="utf-8"))
+    tests = covered()
+    lines = [
+        "# Immune to what has bitten others",
+        "",
+        "Public reports about fused norms and the tools around them, what is right, and the tests that would have",
+        "shown the fault here; each report stands for a kind. Written by `pytest -m case --immunity docs/immunity.md`,",
+        "each column on its own machine; numbers count tests, parameters included. References: paths below github.com.",
+        "",
+        *(f"* {column}: {head}" for column, head in zip(COLUMNS, heads, strict=True)),
+    ]
+    for kind, group in groupby(cases.items(), key=lambda item: item[1]["kind"]):
+        lines += ["", f"## {kind.capitalize()}", ""]
+        lines += [f"| case | what goes wrong | what is right | covered by | {COLUMNS[0]} | {COLUMNS[1]} |"]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        for identifier, case in group:
+            by = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in tests.get(identifier, []))
+            cells = results.get(identifier, ("", ""))
+            told = f"{case['case']} ({case['source']})"
+            lines.append(f"| {identifier} | {told} | {case['right']} | {by} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def without_results(text: str) -> str:
+    """Return a table without what only a run knows."""
+    return re.sub(r"^(\| B\d+ \|.*\|) [^|]* \| [^|]* \|$|^\* .*$", r"\1", text, flags=re.MULTILINE)

@@ -119,7 +119,7 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
 
 def _has_tangent(operand: object) -> bool:
     """Say whether a forward-mode derivative rides on an operand; a launcher would drop it without a word."""
-    return isinstance(operand, Tensor) and forward_ad.unpack_dual(operand).tangent is not None
+    return isinstance(operand, Tensor) and forward_ad.unpack_dual(operand).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class _Normalise(torch.autograd.Function):

@@ -85,7 +85,7 @@ def columns_kernel(
     total = tl.zeros((ROWS, COLUMNS), DTYPE)
     for tile in tl.range(part, (count + ROWS - 1) // ROWS, parts, num_stages=STAGES):
         local = tile * ROWS + tl.arange(0, ROWS)
-        rows = first_row + local
+        rows = first_row + local.to(tl.int64)
         live = local < count
         x_rows = row_pointers(x_ptr, rows, x_per, x_outer, x_inner, TWO, ALIGN)
         dy_rows = row_pointers(dy_ptr, rows, dy_per, dy_outer, dy_inner, DY_TWO, ALIGN)
