@@ -113,6 +113,11 @@ def llama(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     return xhat if gamma is None else xhat * gamma
 
 
+def gemma(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """Multiply by 1 + gamma, in float32."""
+    return eager(x, None if gamma is None else 1 + gamma.float(), eps)
+
+
 def tree(values: Tensor) -> Tensor:
     """Sum the last dimension in float32 as a GPU does, by halves; (..., N) gives (..., 1)."""
     width = 1 << max(values.shape[-1] - 1, 0).bit_length()
@@ -224,6 +229,17 @@ def _shuffled_sum(rows: Tensor) -> Tensor:
     return total.float()
 
 
+def _cut(values: Tensor) -> Tensor:
+    """Clear the 13 bits of float32 that float16 does not have."""
+    return (values.view(torch.int32) & -8192).view(torch.float32)
+
+
+def in_half(parts: Parts) -> Callable[[], Norm]:
+    """Return a maker of a norm that is made of `parts` where x is float16, and right elsewhere."""
+    norms = {True: parts.norm(), False: RIGHT.norm()}
+    return lambda: lambda x, gamma, eps: norms[x.dtype == torch.float16](x, gamma, eps)
+
+
 RIGHT = Parts()
 ZEROS = replace(RIGHT, y=lambda x, r, gamma: x * 0)
 NANS = replace(RIGHT, y=lambda x, r, gamma: x * float("nan"))
@@ -237,6 +253,8 @@ PADDED = replace(
 HALF_INSIDE = replace(RIGHT, y=lambda x, r, gamma: (x * r).half().float() * gamma)
 MEAN_OVER_ROWS = replace(RIGHT, dgamma=lambda x, r, dy: (dy * x * r).mean(0))
 NO_SECOND_TERM = replace(RIGHT, dx=lambda x, r, u: r * u)
+CUT = replace(RIGHT, y=lambda x, r, gamma: _cut(x * r * gamma))
+PARTIALS_IN_HALF = replace(RIGHT, dgamma=lambda x, r, dy: (dy * x * r).half().float().sum(0))
 UNWATCHED = replace(RIGHT, watched=False)
 DY_CHANGED = replace(RIGHT, backward_end=_spoil("dy", lambda dy: dy.mul_(2)))
 PAST_THE_END = replace(RIGHT, forward_end=_spoil("y", _write_behind))

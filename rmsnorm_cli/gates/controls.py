@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.errors import VerifierUntrusted
-from rmsnorm_cli.gates import candidates, contract, declared, determinism, exact, identities, memory, wiring
+from rmsnorm_cli.gates import candidates, contract, declared, determinism, exact, identities, memory, rounding, wiring
 from rmsnorm_cli.gates.candidates import Norm
 from rmsnorm_cli.gates.gate import Gate, Tolerances
 from rmsnorm_cli.gates.refusals import questions
@@ -43,6 +43,7 @@ CONTROLS: tuple[Control, ...] = (
     Control("PyTorch's own", _as(candidates.native), GOOD),
     Control("kernel-like, sums by halves", candidates.TREE.norm, GOOD),
     Control("llama, judged as llama", _as(candidates.llama), GOOD, "llama"),
+    Control("gemma, judged as gemma", _as(candidates.gemma), GOOD, "gemma"),
     Control("no normalisation at all", candidates.NO_NORM.norm, declared.NAME),
     Control("zeros", candidates.ZEROS.norm, declared.NAME),
     Control("NaN everywhere", candidates.NANS.norm, declared.NAME),
@@ -59,6 +60,8 @@ CONTROLS: tuple[Control, ...] = (
     Control("right on the first call only", candidates.only_once, declared.NAME),
     Control("the oracle's answer, read from memory", _as(candidates.peeking), declared.NAME),
     Control("divided by the padded block", candidates.PADDED.norm, exact.NAME),
+    Control("float16 cut, not rounded", candidates.in_half(candidates.CUT), rounding.NAME),
+    Control("dgamma summed from float16", candidates.in_half(candidates.PARTIALS_IN_HALF), rounding.NAME),
     Control("last row unwritten", _as(candidates.row_unwritten), memory.NAME),
     Control("written past the end", candidates.PAST_THE_END.norm, memory.NAME),
     Control("input overwritten", _as(candidates.in_place), memory.NAME),
@@ -71,12 +74,12 @@ CONTROLS: tuple[Control, ...] = (
 )
 
 
-def examine(execution: Execution, device: str, tolerances: Tolerances) -> list[CaseResult]:
+def examine(execution: Execution, device: str, tolerances: Tolerances, seed: int | None = None) -> list[CaseResult]:
     """Judge every control on `device` and return a passed verdict for each; raise VerifierUntrusted otherwise.
 
-    The inputs come from a fresh seed at each call, so that nothing can be right for the published one alone.
+    Without a seed the inputs come from a fresh one at each call: nothing can be right for a published one alone.
     """
-    seed = secrets.randbelow(2**31)
+    seed = secrets.randbelow(2**31) if seed is None else seed
     results = [_examined(control, execution, device, tolerances, seed) for control in CONTROLS]
     wrong = [result for result in results if result.status != "passed"]
     if wrong:
@@ -128,6 +131,11 @@ def _one(seed: int) -> list[Any]:
     return [cases.case((5, 33), dtype, "aligned", 1e-6, seed) for dtype in ("float32", "float16")]
 
 
+def _rounded(seed: int) -> list[Any]:
+    asked = (((5, 257), "float32", "aligned"), ((5, 257), "float16", "aligned"), ((17, 257), "float16", "parallel"))
+    return [cases.case(shape, dtype, name, 1e-6, seed) for shape, dtype, name in asked]
+
+
 def _repeated(seed: int) -> list[Any]:
     return [determinism.Repeated(cases.case((65, 33), "float16", "spread", 1e-6, seed), 3)]
 
@@ -141,6 +149,7 @@ QUESTIONS: dict[str, tuple[Gate, Callable[[int], list[Any]]]] = {
     memory.NAME: (memory, _one),
     exact.NAME: (exact, _exact),
     declared.NAME: (declared, _numeric),
+    rounding.NAME: (rounding, _rounded),
     identities.NAME: (identities, _one),
     wiring.NAME: (wiring, _one),
     determinism.NAME: (determinism, _repeated),

@@ -196,9 +196,9 @@ def _columns_permuted(base: Base) -> list[Claim]:
     bounds = base.bounds
     assert bounds.dgamma is not None
     return [
-        Claim("y moves with its columns", moved.y, base.got.y[:, order], 2 * bounds.y[:, order]),
-        Claim("dx moves with its columns", moved.dx, base.got.dx[:, order], 2 * bounds.dx[:, order]),
-        Claim("dgamma moves with its columns", moved.dgamma, base.got.dgamma[order], 2 * bounds.dgamma[order]),
+        Claim("y moves with its columns", moved.y, base.got.y[:, order], 2 * bounds.y.total[:, order]),
+        Claim("dx moves with its columns", moved.dx, base.got.dx[:, order], 2 * bounds.dx.total[:, order]),
+        Claim("dgamma moves with its columns", moved.dgamma, base.got.dgamma[order], 2 * bounds.dgamma.total[order]),
     ]
 
 
@@ -208,16 +208,14 @@ def _rows_add_up(base: Base) -> list[Claim]:
     parts = [complete(answer(base.impl, part.pristine(), base.eps)).dgamma.double() for part in (top, rest)]
     assert base.bounds.dgamma is not None
     stores = unit_roundoff(base.gamma.dtype) * (parts[0].abs() + parts[1].abs())  # each part was rounded on its own
-    whole = base.got.dgamma.double()
-    return [
-        Claim("dgamma of all rows is the sum over blocks", parts[0] + parts[1], whole, 2 * base.bounds.dgamma + stores)
-    ]
+    whole, allowed = base.got.dgamma.double(), 2 * base.bounds.dgamma.total + stores
+    return [Claim("dgamma of all rows is the sum over blocks", parts[0] + parts[1], whole, allowed)]
 
 
 def _x_and_dx(base: Base) -> list[Claim]:
     x, dy = base.inputs.x.double(), base.inputs.dy.double()
     factor = base.eps * base.want.rstd.square().squeeze(-1)
-    bound = (x.abs() * base.bounds.dx).sum(-1) + factor * (dy.abs() * base.bounds.y).sum(-1)
+    bound = (x.abs() * base.bounds.dx.total).sum(-1) + factor * (dy.abs() * base.bounds.y.total).sum(-1)
     left = (base.got.dx.double() * x).sum(-1)
     return [Claim("⟨dx, x⟩ = eps·rstd²·⟨dy, y⟩", left, factor * (dy * base.got.y.double()).sum(-1), bound)]
 
@@ -225,7 +223,7 @@ def _x_and_dx(base: Base) -> list[Claim]:
 def _gamma_and_dgamma(base: Base) -> list[Claim]:
     gamma, dy = base.gamma.double(), base.inputs.dy.double()
     assert base.bounds.dgamma is not None
-    bound = (gamma.abs() * base.bounds.dgamma).sum() + (dy.abs() * base.bounds.y).sum()
+    bound = (gamma.abs() * base.bounds.dgamma.total).sum() + (dy.abs() * base.bounds.y.total).sum()
     left = (gamma * base.got.dgamma.double()).sum()
     return [Claim("⟨gamma, dgamma⟩ = ⟨dy, y⟩", left, (dy * base.got.y.double()).sum(), bound)]
 
@@ -259,7 +257,7 @@ def _zero_padding(base: Base) -> list[Claim]:
     wide = Inputs(torch.cat([x, zeros], -1), torch.cat([base.gamma, base.gamma]), torch.cat([dy, zeros], -1))
     wider = complete(answer(base.impl, wide.pristine(), base.eps)).y[:, : x.shape[-1]]
     narrow = base.run(eps=2 * base.eps).y.double() * 2**0.5
-    return [Claim("RMSNorm([x, 0]; eps) = √2·RMSNorm(x; 2·eps)", wider.double(), narrow, 3 * base.bounds.y)]
+    return [Claim("RMSNorm([x, 0]; eps) = √2·RMSNorm(x; 2·eps)", wider.double(), narrow, 3 * base.bounds.y.total)]
 
 
 RELATIONS: dict[str, Callable[[Base], list[Claim]]] = {

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from rmsnorm_cli.config.models import Operator, RunTable, Verify
-from rmsnorm_cli.gates import contract, controls, declared, determinism, exact, identities, memory, wiring
+from rmsnorm_cli.gates import controls
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.judging.tolerances import DECLARED
-
-GATES = {gate.NAME: gate for gate in (contract, memory, exact, declared, identities, wiring, determinism)}
 
 
 def settings_of(**verify):
