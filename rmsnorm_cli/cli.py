@@ -168,12 +168,14 @@ def train(
 
 @running
 def bench(
-    shape: Annotated[Words, typer.Option("--shape", help="MxN, for example 128x257; repeatable.")],
+    shape: Annotated[Words, typer.Option("--shape", help="MxN, for example 128x257 or 128x257:float16.")],
     dtype: Annotated[Words, typer.Option("--dtype", help="float32, float16, bfloat16.")],
     perimeter: Annotated[
         Words, typer.Option("--perimeter", help="forward, forward_train, backward, forward_backward.")
     ],
-    samples: Annotated[str | None, typer.Option("--samples", help="Samples of each cell.")],
+    measure: Annotated[Words, typer.Option("--measure", help="whole (calls), gpu (time), host (time).")],
+    samples: Annotated[str | None, typer.Option("--samples", help="Samples of a measurement, at least.")],
+    seconds: Annotated[str | None, typer.Option("--seconds", help="Longest sampling of a measurement.")],
     calls: Annotated[str | None, typer.Option("--calls", help="Calls in one sample.")],
     warmup: Annotated[str | None, typer.Option("--warmup", help="Calls before the first sample.")],
     compare: Annotated[str | None, typer.Option("--compare", metavar="RUN", help="Compare with an earlier run.")],
@@ -192,7 +194,9 @@ def bench(
         "bench.shapes": words(shape),
         "bench.dtypes": words(dtype),
         "bench.perimeters": words(perimeter),
+        "bench.measures": words(measure),
         "bench.samples": number(samples),
+        "bench.seconds": number(seconds),
         "bench.calls": number(calls),
         "bench.warmup": number(warmup),
         "bench.compare": compare,

@@ -14,9 +14,10 @@ import numpy as np
 from rmsnorm_cli.bench.rows import STREAM, TWIN, Rules
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.rundir import history
-from rmsnorm_cli.timing import Times, judge, unpaired_ratio
+from rmsnorm_cli.timing import Interval, Times, Verdict, judge, unpaired_ratio, void
 
 Key = tuple[str, str, str, str, str]  # cell, perimeter, measure, cache, implementation
+Place = tuple[str, str, str, str]  # a key without the implementation
 IDENTITY = (("card", "card"), ("driver", "driver"), ("clock", "clock"))
 
 
@@ -27,6 +28,7 @@ class Earlier:
     dir: Path
     facts: Mapping[str, Any]
     blocks: Mapping[Key, Times]
+    controls: Mapping[Place, Mapping[str, Any]]
 
 
 def load(name: str, runs_dir: Path, asking: Path | None = None) -> Earlier:
@@ -47,7 +49,8 @@ def load(name: str, runs_dir: Path, asking: Path | None = None) -> Earlier:
         raise ConfigError(
             f"bench.compare: {name} holds no times (its status is {info.status}); expected a finished run"
         )
-    return Earlier(info.dir, summary, block_times(history.read_records(info.dir), numbered(summary["cells"])))
+    cells = summary["cells"]
+    return Earlier(info.dir, summary, block_times(history.read_records(info.dir), numbered(cells)), controls(cells))
 
 
 def refuse_unlike(earlier: Earlier, here: Mapping[str, Any], across: bool) -> list[str]:
@@ -86,11 +89,15 @@ def refuse_disjoint(earlier: Earlier, cells: Iterable[str], perimeters: Iterable
 
 
 def compared(
-    earlier: Earlier, blocks: Mapping[Key, Times], rules: Rules, rng: np.random.Generator
+    earlier: Earlier, cells: Iterable[Mapping[str, Any]], blocks: Mapping[Key, Times], rules: Rules, rng: Any
 ) -> list[dict[str, Any]]:
-    """Return one row for each number of this run: its ratio to the earlier one, or why there is none."""
+    """Return one row for each number of this run: its ratio to the earlier one, or why there is none.
+
+    A verdict is as fine as the coarser of the two runs' A/A controls.
+    """
     made = []
-    streams: dict[Sequence[str], float] = {}
+    here = controls(cells)
+    streams: dict[Place, float] = {}
     for key in sorted(blocks, key=lambda key: (key[:4], key[4] != STREAM)):
         row: dict[str, Any] = dict(zip(("cell", "perimeter", "measure", "cache", "impl"), key, strict=True))
         then = earlier.blocks.get(key)
@@ -100,7 +107,9 @@ def compared(
         ratio = unpaired_ratio(blocks[key], then, rng, rules.confidence, rules.resamples)
         if key[4] == STREAM:
             streams[key[:4]] = ratio.estimate
-        verdict = judge(ratio, rules.band, rules.confidence)
+        verdict = _verdict(
+            ratio, [found for found in (here.get(key[:4]), earlier.controls.get(key[:4])) if found], rules
+        )
         moved = streams.get(key[:4])
         beside = (
             "" if moved is None or key[4] == STREAM else f"; the plain stream took {moved:.2f} times as long as then"
@@ -111,6 +120,24 @@ def compared(
             | {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high}
         )
     return made
+
+
+def _verdict(ratio: Interval, held: Sequence[Mapping[str, Any]], rules: Rules) -> Verdict:
+    biased = next((found for found in held if found["biased"]), None)
+    if biased is not None:
+        return void(ratio, str(biased["text"]))
+    coarsest = max((found["resolution"] for found in held if not found["held"]), default=None)
+    return judge(ratio, rules.band, rules.confidence, coarsest)
+
+
+def controls(cells: Iterable[Mapping[str, Any]]) -> dict[Place, Mapping[str, Any]]:
+    """Return the A/A control of each table that has one."""
+    return {
+        (cell["cell"], table["perimeter"], table["measure"], table["cache"]): table["control"]
+        for cell in cells
+        for table in cell["tables"]
+        if table["control"] is not None
+    }
 
 
 def numbered(cells: Iterable[Mapping[str, Any]]) -> set[Key]:

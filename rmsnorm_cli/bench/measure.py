@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from rmsnorm_cli.bench import rows
-from rmsnorm_cli.bench.admission import admit, memory, verified
+from rmsnorm_cli.bench.admission import admit, free, memory, still_there, verified
+from rmsnorm_cli.bench.answers import Answers
 from rmsnorm_cli.bench.lab import Bench, Lab, Standing
-from rmsnorm_cli.bench.programs import Answers, Loop
+from rmsnorm_cli.bench.programs import Loop
 from rmsnorm_cli.bench.workload import Buffers, Cell
 from rmsnorm_cli.errors import RmsnormError
 from rmsnorm_cli.gates.gate import attempt, classified
@@ -22,9 +23,7 @@ from rmsnorm_cli.timing import Entry, Session, run_session
 from rmsnorm_cli.timing.cuda import CudaClock, GraphReplay, Spin, captured
 
 FATAL = (RmsnormError, OSError)  # an interrupt or a full disk is no program's doing
-ENOUGH = 0.005  # half width of the control's interval at which sampling stops
 HOST_CALLS = 20  # of an eager chain of 25 kernels each these still fit the launch queue
-LOOP = "loop"  # the cache as a loop over the same buffers leaves it
 
 Table = dict[str, Any]
 
@@ -47,7 +46,12 @@ def measure_cell(
     bench.answers = {rounding: Answers(inputs, lab.eps, rounding) for rounding in roundings}
     tables = [table for perimeter in lab.perimeters for table in _perimeter(bench, perimeter, names)]
     consumers = [program.impl.name for program in bench.programs if program.consumes_dy]
-    return _described(cell, lab) | {"consumes_dy": consumers, "memory": bench.memory, "tables": tables}
+    return _described(cell, lab) | {
+        "consumes_dy": consumers,
+        "first_calls": bench.first_calls,
+        "memory": bench.memory,
+        "tables": tables,
+    }
 
 
 def unmeasured(cell: Cell, names: Sequence[str], lab: Lab, detail: str) -> dict[str, Any]:
@@ -55,8 +59,12 @@ def unmeasured(cell: Cell, names: Sequence[str], lab: Lab, detail: str) -> dict[
     standing: Standing = {"status": "error", "detail": detail}
     bench = Bench(lab, cell, Buffers(Cell(1, 1, cell.dtype), 1, "cpu", lab.seed))
     bare = dict.fromkeys(names, standing)
-    tables = [_table(bench, perimeter, "calls", LOOP, Session(), bare, names) for perimeter in lab.perimeters]
-    return _described(cell, lab) | {"consumes_dy": [], "memory": {}, "tables": tables}
+    tables = [
+        _table(bench, perimeter, *kind, Session(), bare, names)
+        for perimeter in lab.perimeters
+        for kind in lab.kinds(cell)
+    ]
+    return _described(cell, lab) | {"consumes_dy": [], "first_calls": {}, "memory": {}, "tables": tables}
 
 
 def _described(cell: Cell, lab: Lab) -> dict[str, Any]:
@@ -72,28 +80,31 @@ def _described(cell: Cell, lab: Lab) -> dict[str, Any]:
 
 
 def _perimeter(bench: Bench, perimeter: str, names: Sequence[str]) -> list[Table]:
-    """Return the tables of one perimeter: whole calls, then GPU and host time where there is a GPU."""
+    """Return the tables of one perimeter; who fails in one of them is not in the next."""
     lab = bench.lab
     bare = dict(bench.refused)
+    tables = []
     with torch.set_grad_enabled(perimeter != "forward"):
         loops = [loop for program in bench.programs if (loop := verified(bench, program, perimeter, bare)) is not None]
         for loop in loops:
             bench.memory.setdefault(loop.program.impl.name, {})[perimeter] = memory(bench, loop, perimeter)
-        measure = "calls" if isinstance(lab.clock, CudaClock) else "wall"
-        whole = _table(bench, perimeter, measure, LOOP, _whole_calls(bench, perimeter, loops), bare, names)
-        tables = [whole]
-        bare |= {row["impl"]: row for row in whole["rows"] if row["status"] != "passed"}
-        loops = [loop for loop in loops if loop.program.impl.name not in bare]
-        if isinstance(lab.clock, CudaClock):
-            for cache in lab.caches_of(bench.cell):
-                session, uncaptured = _gpu_time(bench, perimeter, cache, loops, lab.clock)
-                tables.append(_table(bench, perimeter, "gpu", cache, session, bare | uncaptured, names))
-            session = _host_time(bench, perimeter, loops, lab.clock)
-            tables.append(_table(bench, perimeter, "host", LOOP, session, bare, names))
+        for measure, cache in lab.kinds(bench.cell):
+            alone: dict[str, Standing] = {}  # who has no number under this measure, and may have one under the next
+            if measure == "gpu":
+                session, alone = _gpu_time(bench, perimeter, cache, loops)
+            elif measure == "host":
+                session = _host_time(bench, perimeter, loops)
+            else:
+                session = _whole_calls(bench, perimeter, loops)
+            for name, problem in list(session.failures.items())[:1]:  # the others may have failed for its sake
+                still_there(bench, name, problem)
+            table = _table(bench, perimeter, measure, cache, session, bare | alone, names)
+            tables.append(table)
+            bare |= {r["impl"]: r for r in table["rows"] if r["status"] != "passed" and r["impl"] not in alone}
+            loops = [loop for loop in loops if loop.program.impl.name not in bare]
     for program in bench.programs:
         program.release()
-    if torch.device(lab.device.torch_device).type == "cuda":
-        torch.cuda.empty_cache()
+    free()
     return tables
 
 
@@ -108,13 +119,12 @@ def _whole_calls(bench: Bench, perimeter: str, loops: Sequence[Loop]) -> Session
     return _session(bench, entries, perimeter, "calls")
 
 
-def _gpu_time(
-    bench: Bench, perimeter: str, cache: str, loops: Sequence[Loop], clock: CudaClock
-) -> tuple[Session, dict[str, Standing]]:
+def _gpu_time(bench: Bench, perimeter: str, cache: str, loops: Sequence[Loop]) -> tuple[Session, dict[str, Standing]]:
     """Time graphs of every program and of the stream; return the session and who could not be captured."""
+    clock = bench.lab.clock
+    assert isinstance(clock, CudaClock)
     sets = len(bench.buffers.x) if cache == "cold" else 1
     rng = bench.rng(perimeter, cache, "places")
-    streams = bench.buffers.streams(perimeter)[:sets]
     graphs: list[GraphReplay] = []
     entries: list[Entry] = []
     bare: dict[str, Standing] = {}
@@ -126,32 +136,49 @@ def _gpu_time(
         if graph is None:
             text = problem.text if problem else "nothing was captured"
             bare[name] = {"status": "error", "detail": f"no CUDA graph of it could be made: {text}"}
+            free()
             continue
         graphs.append(graph)
         entries.append(_graph_entry(name, graph, loop, rng))
-    plain = captured(clock, lambda turns: [streams[i % sets] for i in range(turns)], sets)
-    entries.append(Entry(rows.STREAM, plain.measure))
+    if entries:
+        graphs += _stream(bench, clock, perimeter, sets)
+        entries += [Entry(rows.STREAM, plain.measure) for plain in graphs[len(entries) :]]
     session = _session(bench, entries, perimeter, f"gpu {cache}")
-    for graph in [*graphs, plain]:
+    for graph in graphs:
         graph.release()
     return session, bare
+
+
+def _stream(bench: Bench, clock: CudaClock, perimeter: str, sets: int) -> list[GraphReplay]:
+    """Return the graph of the plain stream; nothing where its own output does not fit the memory."""
+    try:
+        streams = bench.buffers.streams(perimeter, sets)
+        return [captured(clock, lambda turns: [streams[i % sets] for i in range(turns)], sets)]
+    except torch.OutOfMemoryError:
+        return []
 
 
 def _graph_entry(name: str, graph: GraphReplay, loop: Loop, rng: np.random.Generator) -> Entry:
     """Enter a graph: before each sample one place of its outputs is poisoned, after it that place is checked."""
     place = 0
+    program = loop.program
 
     def prepare() -> None:
         nonlocal place
         place = int(rng.integers(len(graph.outputs)))
         graph.poison(place)
 
-    restore = loop.program.restore if loop.program.consumes_dy else (lambda: None)
-    return Entry(name, partial(graph.measure, restore), prepare, lambda: loop.check(graph.outputs[place]))
+    def wrong() -> str | None:
+        return loop.check(graph.outputs[place]) or loop.check.answers.written_input(program.buffers)
+
+    restore = program.restore if program.consumes_dy else (lambda: None)
+    return Entry(name, partial(graph.measure, restore), prepare, wrong)
 
 
-def _host_time(bench: Bench, perimeter: str, loops: Sequence[Loop], clock: CudaClock) -> Session:
+def _host_time(bench: Bench, perimeter: str, loops: Sequence[Loop]) -> Session:
     """Time what calls cost the host while the GPU is kept busy."""
+    clock = bench.lab.clock
+    assert isinstance(clock, CudaClock)
     calls = min(bench.lab.calls, HOST_CALLS)
     entries = [
         Entry(loop.program.impl.name, partial(clock.host, loop.call, calls, Spin()), loop.prepare) for loop in loops
@@ -160,18 +187,18 @@ def _host_time(bench: Bench, perimeter: str, loops: Sequence[Loop], clock: CudaC
 
 
 def _session(bench: Bench, entries: Sequence[Entry], perimeter: str, what: str) -> Session:
+    """Sample until the A/A control is narrow or the time is spent; see `rows.twin_held` for why it alone is asked."""
     lab = bench.lab
-    rng = bench.rng(perimeter, what)
-    canaries = lab.clock.canaries() if isinstance(lab.clock, CudaClock) else {}
+    lab.advance(0, f"{bench.cell.name} {perimeter} {what}")
     session = run_session(
         entries,
         lab.plan,
-        rng,
-        canaries,
-        enough=lambda so_far: rows.twin_held(so_far, lab.rules, bench.rng(perimeter, what, "control"), ENOUGH),
+        bench.rng(perimeter, what),
+        lab.clock.canaries() if isinstance(lab.clock, CudaClock) and entries else {},
+        enough=lambda so_far: rows.twin_held(so_far, lab.rules, bench.rng(perimeter, what, "control")),
         fatal=FATAL,
     )
-    lab.advance(f"{bench.cell.name} {perimeter} {what}")
+    lab.advance(1, f"{bench.cell.name} {perimeter} {what}")
     return session
 
 
@@ -187,8 +214,9 @@ def _table(
     """Return one session's table with a row for every implementation asked for, and record its raw samples."""
     lab, cell = bench.lab, bench.cell
     entered = [name for name in names if any(sample.entry == name for sample in session.samples)]
+    baselines = [] if measure == "host" else lab.baselines  # no pair of host times is controlled
     timed = rows.Timed(
-        session, entered, lab.baselines, cell.bytes_moved(perimeter), cell.stream_bytes(perimeter), cache == "cold"
+        session, entered, baselines, cell.bytes_moved(perimeter), cell.stream_bytes(perimeter), cache == "cold"
     )
     made = rows.table(timed, lab.rules, bench.rng(perimeter, measure, cache, "bootstrap"))
     found = {row["impl"]: row for row in made["rows"]}

@@ -15,26 +15,26 @@ from rmsnorm_cli.kernels import Implementation
 from rmsnorm_cli.kernels.foreign import ForeignFailure, ForeignWorker
 from rmsnorm_cli.kernels.peers import Rounding
 
-SECONDS = 120.0  # for one forward or one backward, its compilation included
-
 
 def preflight(
-    name: str, cells: Sequence[Cell], device: str, eps: float, rounding: Rounding, seed: int, seconds: float = SECONDS
+    name: str, cells: Sequence[Cell], device: str, eps: float, rounding: Rounding, seed: int, seconds: float
 ) -> dict[str, Standing]:
     """Return, by cell, why a foreign callable is not let in; a cell that is not there went well.
 
+    `seconds` are those of one forward or one backward, compiling included.
     Raises UnknownImplementation for a callable that is not there.
     """
     try:
         with ForeignWorker(name, device, seconds, rounding) as worker:
-            found = {cell.name: _tried(worker.implementation, Buffers(cell, 1, device, seed), eps) for cell in cells}
+            found = {cell.name: _tried(worker.implementation, cell, device, seed, eps) for cell in cells}
     except ForeignFailure as failure:  # it crashed or hung while it was imported
         return dict.fromkeys((cell.name for cell in cells), _error(failure))
     return {cell: standing for cell, standing in found.items() if standing is not None}
 
 
-def _tried(impl: Implementation, buffers: Buffers, eps: float) -> Standing | None:
+def _tried(impl: Implementation, cell: Cell, device: str, seed: int, eps: float) -> Standing | None:
     try:
+        buffers = Buffers(cell, 1, device, seed)
         y = impl.call(buffers.x[0], buffers.gamma, eps)
         torch.autograd.grad(y, (buffers.x[0], buffers.gamma), buffers.dy[0])
     except RmsnormError:  # an interrupt is not its doing

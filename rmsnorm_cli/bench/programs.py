@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmsnorm_cli.bench.answers import Answers
 from rmsnorm_cli.bench.workload import Buffers
-from rmsnorm_cli.inputs import cases
-from rmsnorm_cli.inputs.layouts import Inputs
-from rmsnorm_cli.judging.numerics import TOLERANCES, Comparison, compare
-from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.kernels.api import Implementation
 
 Outputs = tuple[Tensor, ...]
@@ -29,41 +26,6 @@ RESULTS = {
     "backward": ("dx", "dgamma"),
     "forward_backward": ("y", "dx", "dgamma"),
 }
-
-
-class Answers:
-    """The oracle of the values in force, and how an output is held against it."""
-
-    def __init__(self, inputs: Inputs, eps: float, rounding: str) -> None:
-        self.inputs = inputs
-        self.oracle: Oracle = cases.oracle(inputs, eps, rounding)
-        # dx of a mean loss scales with rstd / sqrt(M): divided by that, zeros and halves show in every dtype
-        self.dx_scale = self.oracle.rstd / inputs.x.shape[0] ** 0.5
-
-    def judge(self, what: str, got: Tensor) -> Comparison:
-        """Compare y, dx or dgamma by the declared tolerance of its dtype."""
-        want = {"y": self.oracle.y, "dx": self.oracle.dx, "dgamma": self.oracle.dgamma}[what]
-        assert want is not None
-        dtype = self.inputs.x.dtype
-        tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
-        return compare(got, want, tolerance, dtype=dtype, scale=self.dx_scale if what == "dx" else None)
-
-    def written_input(self, buffers: Buffers) -> str | None:
-        """Name an input of the first set that is not what it was, and give all their values back; None if none is."""
-        gamma = self.inputs.gamma
-        assert gamma is not None
-        pairs = {
-            "x": (buffers.x[0], self.inputs.x),
-            "gamma": (buffers.gamma, gamma),
-            "dy": (buffers.dy[0], self.inputs.dy),
-        }
-        written = [name for name, (now, before) in pairs.items() if not torch.equal(now, before)]
-        if not written:
-            return None
-        with torch.no_grad():
-            for now, before in pairs.values():
-                now.copy_(before)
-        return f"it wrote to {' and '.join(written)}"
 
 
 @dataclass

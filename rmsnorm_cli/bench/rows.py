@@ -1,6 +1,7 @@
 """From a session's samples to rows: medians with dispersion, share of the stream, verdicts. Pure; no device.
 
-A row without a number says why. A verdict is spoken only where the control held and enough blocks were taken.
+A row without a number says why. A verdict is spoken only where enough blocks were taken and the control is not biased,
+and of no difference finer than the control shows it could be told.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from rmsnorm_cli.timing import (
     void,
 )
 
+NARROW = 0.5  # half width of the control's interval, as a share of the band, at which sampling may stop
 NOISY = 0.05  # share of severe outliers above which a row is called noisy
 TWIN = " (A/A)"  # what the second entry of the control is called
 STREAM = "stream"
@@ -64,23 +66,36 @@ def table(timed: Timed, rules: Rules, rng: np.random.Generator) -> dict[str, Any
     session = timed.session
     alive = [name for name in timed.names if name not in session.failures]
     held = _control(session, alive, rules, rng)
+    speech = _speech(held, session, rules)
+    made = [_row(name, timed, alive, speech, rules, rng) for name in alive]
     return {
         "blocks": session.blocks,
+        "seconds": session.sampled_seconds,
+        "out_of_time": session.out_of_time,
         "warmup": {"rounds": session.warmup_rounds, "unstable": list(session.unstable)},
         "control": held,
+        "unsaid": _unsaid(made, held, speech),
         "canaries": {name: _spread(np.array(values)) for name, values in session.canaries.items() if values},
         "disturbed_blocks": session.disturbed(rules.canary_within),
         "stream": _stream(timed, rules, rng),
-        "rows": [_row(name, timed, alive, _trouble(held, session, rules), rules, rng) for name in alive],
+        "rows": made,
     }
 
 
-def twin_held(session: Session, rules: Rules, rng: np.random.Generator, half_width: float) -> bool:
-    """Return whether the control of a session lies in the band and its interval is narrow enough to stop sampling."""
+def twin_held(session: Session, rules: Rules, rng: np.random.Generator) -> bool:
+    """Return whether sampling may stop: enough blocks, and a control in the band whose interval is narrow.
+
+    Of all ratios it looks at that of the control alone, whose true value is known to be 1. A rule that looked at the
+    ratios of interest would stop when they happen to look decided: their intervals would no longer cover the truth as
+    often as they say, and equal programs would have winners.
+    """
     twins = [name for name in _entered(session) if name.endswith(TWIN) and name not in session.failures]
+    if twins and session.blocks < rules.min_blocks:
+        return False
     for twin in twins:
         ratio = _ratio(session, twin.removesuffix(TWIN), twin, rules, rng)
-        if ratio is None or not control(ratio, rules.band).held or ratio.high - ratio.low > 2 * half_width:
+        wide = ratio is None or ratio.high - ratio.low > 2 * NARROW * rules.band
+        if ratio is None or wide or not control(ratio, rules.band).held:
             return False
     return True
 
@@ -114,8 +129,16 @@ def _summed(key: tuple[str, ...], entries: Sequence[tuple[str, Mapping[str, Any]
     }
 
 
+@dataclass(frozen=True)
+class Speech:
+    """How verdicts of a session are spoken: not at all because of `trouble`; no finer than `resolution`, if any."""
+
+    trouble: str | None
+    resolution: float | None
+
+
 def _row(
-    name: str, timed: Timed, alive: Sequence[str], trouble: str | None, rules: Rules, rng: np.random.Generator
+    name: str, timed: Timed, alive: Sequence[str], speech: Speech, rules: Rules, rng: np.random.Generator
 ) -> dict[str, Any]:
     session = timed.session
     seconds = session.seconds(name)
@@ -124,7 +147,7 @@ def _row(
     share = _ratio(session, STREAM, name, rules, rng)  # stream over program: 1 is the stream's speed
     invalid = timed.cold and share is not None and beats_floor(share.inverse())
     against = {
-        other: _against(session, name, other, trouble, rules, rng)
+        other: _against(session, name, other, speech, rules, rng)
         for other in timed.baselines
         if other != name and other in alive
     }
@@ -146,22 +169,43 @@ def _row(
 
 
 def _against(
-    session: Session, name: str, other: str, trouble: str | None, rules: Rules, rng: np.random.Generator
+    session: Session, name: str, other: str, speech: Speech, rules: Rules, rng: np.random.Generator
 ) -> dict[str, Any]:
     ratio = paired_ratio(session.by_block(name), session.by_block(other), rng, rules.confidence, rules.resamples)
-    verdict: Verdict = judge(ratio, rules.band, rules.confidence) if trouble is None else void(ratio, trouble)
+    verdict: Verdict = (
+        judge(ratio, rules.band, rules.confidence, speech.resolution)
+        if speech.trouble is None
+        else void(ratio, speech.trouble)
+    )
     odd = suspect(ratio)
     text = f"{verdict.text}; suspect: more than moving fewer bytes explains" if odd else verdict.text
     return {"word": verdict.word, "text": text, "suspect": odd, **_interval(ratio)}
 
 
-def _trouble(held: Mapping[str, Any] | None, session: Session, rules: Rules) -> str | None:
-    """Say why no verdict may be spoken over a session, or return None."""
+def _speech(held: Mapping[str, Any] | None, session: Session, rules: Rules) -> Speech:
+    """Say how finely verdicts may be spoken over a session, or why none may be."""
     if session.blocks < rules.min_blocks:
-        return f"{session.blocks} blocks, verdicts need {rules.min_blocks}"
+        return Speech(f"{session.blocks} blocks, verdicts need {rules.min_blocks}", None)
     if held is None:
-        return "no A/A control"
-    return None if held["held"] else str(held["text"])
+        return Speech("no A/A control", None)
+    if held["biased"]:
+        return Speech(str(held["text"]), None)
+    return Speech(None, None if held["held"] else float(held["resolution"]))
+
+
+def _unsaid(made: Sequence[Mapping[str, Any]], held: Mapping[str, Any] | None, speech: Speech) -> str | None:
+    """Say why a session answers nothing: its control is biased, or no comparison asked of it has a verdict.
+
+    Where the control held, a ratio too close to the band's edge for a word is a finding. Where it is coarse, what is
+    clearly larger has been said; that finer differences were not is in the verdicts themselves. Times without a
+    comparison stand with their intervals.
+    """
+    if held is not None and held["biased"]:
+        return str(held["text"])
+    words = [entry["word"] for row in made for entry in row["against"].values()]
+    if not words or set(words) != {"inconclusive"} or speech == Speech(None, None):
+        return None
+    return speech.trouble or str(held["text"] if held else "")
 
 
 def _control(session: Session, alive: Sequence[str], rules: Rules, rng: np.random.Generator) -> dict[str, Any] | None:
@@ -169,7 +213,8 @@ def _control(session: Session, alive: Sequence[str], rules: Rules, rng: np.rando
         ratio = _ratio(session, name + TWIN, name, rules, rng)
         if ratio is not None:
             found = control(ratio, rules.band)
-            return {"impl": name, "held": found.held, "text": found.text, "holds_1": 1.0 in ratio, **_interval(ratio)}
+            facts = {key: getattr(found, key) for key in ("held", "biased", "resolution", "text")}
+            return {"impl": name, **facts, "holds_1": 1.0 in ratio, **_interval(ratio)}
     return None
 
 

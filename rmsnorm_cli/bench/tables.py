@@ -38,6 +38,8 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
             yield _cell(summary, cell, perimeter, list(group), shown)
         if summary["gpu"] and cell["memory"]:
             yield _memory(summary, cell)
+    for perimeter in dict.fromkeys(table["perimeter"] for cell in summary["cells"] for table in cell["tables"]):
+        yield from _shares(summary, perimeter)
     if shown is not None and len(summary["cells"]) > 1:
         for perimeter in dict.fromkeys(entry["perimeter"] for entry in summary["overall"]):
             yield _overall(summary, perimeter, shown)
@@ -56,8 +58,11 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
 def controls(summary: Mapping[str, Any]) -> str:
     """Say how the A/A controls of a run came out."""
     held = summary["controls"]
+    coarse = held["tables"] - held["held"] - held["biased"]
+    more = f", {coarse} coarser (resolving {held['coarsest'] * 100:.2g} % or less)" if coarse else ""
+    more += f", {held['biased']} biased" if held["biased"] else ""
     return (
-        f"A/A controls: {held['held']} of {held['tables']} within {summary['protocol']['band'] * 100:g} %, "
+        f"A/A controls: {held['held']} of {held['tables']} within {summary['protocol']['band'] * 100:g} %{more}; "
         f"{held['hold_1']} of {held['tables']} intervals contain 1"
     )
 
@@ -74,7 +79,10 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 def _remarks(table: Mapping[str, Any]) -> Iterator[str]:
     control = table["control"]
     if control is not None and not control["held"]:
-        yield control["text"]
+        spent = f", after {table['seconds']:.1f} s and {table['blocks']} blocks" if table["out_of_time"] else ""
+        yield control["text"] + spent
+    if table["unsaid"] is not None:
+        yield f"inconclusive: no comparison has a verdict ({table['unsaid']})"
     if table["warmup"]["unstable"]:
         yield f"still moving when the warm-up ended: {', '.join(table['warmup']['unstable'])}"
     if table["disturbed_blocks"]:
@@ -146,6 +154,34 @@ def _memory(summary: Mapping[str, Any], cell: Mapping[str, Any]) -> Table:
     return Table(f"memory in bytes, {cell['cell']}, on {summary['card']}", columns, tuple(rows), _environment(summary))
 
 
+def _shares(summary: Mapping[str, Any], perimeter: str) -> Iterator[Table]:
+    """Yield GPU time from a cold cache over all cells: the stream's time, and what share of its speed each one reaches.
+
+    A run of one cell has them in that cell's table.
+    """
+    rows: list[tuple[str, ...]] = []
+    names: list[str] = []
+    for cell in summary["cells"] if len(summary["cells"]) > 1 else ():
+        for table in cell["tables"]:
+            if (table["perimeter"], table["measure"], table["cache"]) == (perimeter, "gpu", "cold"):
+                names = [row["impl"] for row in table["rows"]]
+                stream = table["stream"]
+                time = "" if stream is None else duration(_middle(stream))
+                rows.append((cell["cell"], time, *(_share(row) for row in table["rows"])))
+    if rows:
+        kind = STREAMS[perimeter]
+        title = f"{perimeter}: GPU time, L2 cold, as a share of the speed of a plain {kind}, on {summary['card']}"
+        caption = f"{_environment(summary)}; time of the {kind} over the time measured, of the same bytes and run"
+        yield Table(title, ("cell", f"plain {kind}", *names), tuple(rows), caption)
+
+
+def _share(row: Row) -> str:
+    if row["status"] != "passed":
+        return str(row["status"])
+    share = row["share_of_stream"]
+    return "" if share is None else f"{share['estimate'] * 100:.1f} %"
+
+
 def _overall(summary: Mapping[str, Any], perimeter: str, shown: str) -> Table:
     """Return what holds over all cells of one perimeter: mean and worst speed-up against the yardstick, and counts."""
     mine = [entry for entry in summary["overall"] if (entry["perimeter"], entry["baseline"]) == (perimeter, shown)]
@@ -215,8 +251,12 @@ def protocol_lines(protocol: Mapping[str, Any], *, gpu: bool) -> list[str]:
     """Say in sentences how the times were taken, from the protocol that the summary holds."""
     percent = {key: f"{protocol[key] * 100:g} %" for key in ("confidence", "band")}
     lines = [
-        f"{protocol['samples']} samples or more of {protocol['calls']} whole calls each, after {protocol['warmup']} "
-        "warm-up calls and more until stable; all implementations in one run, in random mirrored order.",
+        f"{protocol['samples']} samples or more after {protocol['warmup']} warm-up calls and more until stable; all "
+        "implementations in one run, in random mirrored order. A sample is "
+        f"{protocol['calls']} whole calls, or one replay of a graph.",
+        "Sampling went on until the A/A control, which is one implementation entered twice, was narrow, or "
+        f"{protocol['seconds']:g} s were spent. Under a coarser control a difference must be larger than what that "
+        "shows, and nothing is called equal.",
         "Each implementation's outputs were held against float64 on the timed inputs before a number stood, and again "
         "after every sample.",
         f"Intervals of {percent['confidence']} by a bootstrap of paired blocks ({protocol['bootstrap']} resamples); "

@@ -4,7 +4,6 @@ Buffers come in sets of equal values at different addresses. Cold times walk thr
 cache together; warm times and whole calls stay on the first set.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -96,24 +95,17 @@ class Buffers:
         """Return copies of the values in force, out of the reach of what is timed."""
         return Inputs(self.x[0].detach().clone(), self.gamma.detach().clone(), self.dy[0].clone())
 
-    def streams(self, perimeter: str) -> list[Body]:
-        """Return a plain stream for every set: a copy for the forward, an add for the backward, into own memory."""
-        return [self._stream(perimeter, j) for j in range(len(self.x))]
+    def streams(self, perimeter: str, sets: int) -> list[Body]:
+        """Return a plain stream for some sets: a copy for the forward, an add for the backward, into own memory."""
+        return [self._stream(STREAMS[perimeter], j) for j in range(sets)]
 
-    def _stream(self, perimeter: str, j: int) -> Body:
-        x, dy, y, dx = self.x[j].detach(), self.dy[j], self._empty(*self.x[j].shape), self._empty(*self.x[j].shape)
-
-        def copy() -> tuple[Tensor, ...]:
-            return (y.copy_(x),)
-
-        def add() -> tuple[Tensor, ...]:
-            return (torch.add(x, dy, out=dx),)
-
-        def both() -> tuple[Tensor, ...]:
-            return copy() + add()
-
-        bodies: dict[str, Callable[[], tuple[Tensor, ...]]] = {"copy": copy, "add": add, "copy, then add": both}
-        return bodies[STREAMS[perimeter]]
+    def _stream(self, kind: str, j: int) -> Body:
+        x, dy = self.x[j].detach(), self.dy[j]
+        if kind == "copy, then add":
+            copy, add = self._stream("copy", j), self._stream("add", j)
+            return lambda: copy() + add()
+        target = self._empty(*x.shape)
+        return lambda: (target.copy_(x) if kind == "copy" else torch.add(x, dy, out=target),)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.cell.torch_dtype, device=self.device)

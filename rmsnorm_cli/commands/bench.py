@@ -1,17 +1,18 @@
 """`rmsnorm bench`: how long implementations take, each verified on the timed inputs in the same run before it counts.
 
 All of them are timed in one run, interleaved, beside a control (one implementation entered twice), canaries and a plain
-stream of the same bytes. A verdict is spoken only where the intervals allow one.
+stream of the same bytes. A verdict is spoken only where the intervals allow one, and no finer than the control allows.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli.errors import EnvironmentProblem
-from rmsnorm_cli.results import STATUSES, Outcome, overall
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, exit_code_of
+from rmsnorm_cli.results import Outcome, overall
 
 if TYPE_CHECKING:
     from rmsnorm_cli.bench.lab import Lab, Standing
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.timing import WallClock
     from rmsnorm_cli.timing.cuda import CudaClock
 
-YARDSTICKS = ("torch", "reference", "compile")  # verdicts are against these, where they are timed; the first is printed
+WARM_UP = 1.0  # seconds of a measurement's warm-up, at most
 
 
 def check(settings: "Settings") -> None:
@@ -37,12 +38,12 @@ def check(settings: "Settings") -> None:
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Time settings.run.impl on every cell; raises EnvironmentProblem for a Triton kernel without a GPU."""
-    from rmsnorm_cli.bench import earlier, rows, tables
-    from rmsnorm_cli.kernels import implementation
+    from rmsnorm_cli.bench import earlier, rows, summary, tables
+    from rmsnorm_cli.bench.workload import Cell
 
     table = settings.bench
     refuse_without_gpu(settings, device)
-    cells = _cells(settings)
+    cells = [Cell(*shape) for shape in _shapes(settings)]
     facts = _facts(run, device)
     before, unlike = None, list[str]()
     if table.compare is not None:
@@ -51,60 +52,70 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         earlier.refuse_disjoint(before, [cell.name for cell in cells], table.perimeters, settings.run.impl)
     declined = _preflight(settings, cells, device)
     hopeless = {name for name in settings.run.impl if len(declined.get(name, ())) == len(cells)}  # not even imported
-    impls = {name: implementation(name, settings.run.rounding) for name in settings.run.impl if name not in hopeless}
+    impls = _implementations(settings, [name for name in settings.run.impl if name not in hopeless])
     clock, active = _clock(device)
-    total = len(cells) * len(table.perimeters) * (2 + len(table.caches) if device.execution == "cuda" else 1)
+    lab = _lab(settings, run, device, clock)
+    total = sum(len(table.perimeters) * len(lab.kinds(cell)) for cell in cells)
     with console.progress("bench", total) as progress, active(), _foreseen():
-        lab = _lab(settings, run, device, clock, lambda text: progress.advance(1, text))
-        measured = [
-            _measured(
-                cell, settings.run.impl, impls, {n: by[cell.name] for n, by in declined.items() if cell.name in by}, lab
-            )
-            for cell in cells
-        ]
-    summary = facts | {
+        lab = replace(lab, advance=progress.advance)
+        measured = list(_all_measured(cells, settings.run.impl, impls, declined, lab))
+    found = facts | {
         "gpu": device.execution == "cuda",
-        "protocol": _protocol(lab, settings),
-        "overheads": _overheads(clock),
+        "protocol": summary.protocol(lab, table.warmup),
+        "overheads": summary.overheads(lab),
         "implementations": [_described(impl, device) for impl in impls.values()],
         "baselines": list(lab.baselines),
         "cells": measured,
         "overall": rows.overall(measured, lab.baselines),
-        "controls": _controls(measured),
-        "slower": list(_slower(measured, table.fail_if_slower_than)),
+        "controls": summary.controls(measured),
+        "slower": list(summary.slower(measured, table.fail_if_slower_than)),
         "compared": None,
         "limits": list(tables.LIMITS if device.execution == "cuda" else tables.WALL_LIMITS),
     }
     if before is not None:
         numbers = earlier.block_times(run.records(), earlier.numbered(measured))
-        found = earlier.compared(before, numbers, lab.rules, _rng(settings))
-        summary["compared"] = {"run": before.dir.name, "unlike": unlike, "rows": found}
-    counts = _counts(measured)
+        compared = earlier.compared(before, measured, numbers, lab.rules, _rng(settings))
+        found["compared"] = {"run": before.dir.name, "unlike": unlike, "rows": compared}
+    counts = summary.counts(measured, table.fail_if_slower_than)
     return Outcome(
-        status="failed" if summary["slower"] else overall(counts),
+        status="failed" if found["slower"] else overall(counts),
         execution=device.execution,
         counts=counts,
-        summary=summary,
-        tables=tuple(tables.tables(summary)),
-        notes=tuple(tables.notes(summary)),
+        summary=found,
+        tables=tuple(tables.tables(found)),
+        notes=tuple(tables.notes(found)),
     )
 
 
 def plan(settings: "Settings") -> list[str]:
-    """Say what would be timed, without timing it."""
+    """Say what would be timed, and for how long at most, without timing it."""
     table = settings.bench
+    cells = [f"{M}x{N} {dtype}" for M, N, dtype in _shapes(settings)]
+    kinds = [word for word in table.measures if word != "gpu"] + ["gpu"] * ("gpu" in table.measures) * len(table.caches)
+    measurements = len(cells) * len(table.perimeters) * len(["whole"] if table.wall else kinds)
+    minutes = measurements * (table.seconds + WARM_UP) / 60
+    first = len(cells) * len(settings.run.impl)
     return [
         f"would time {', '.join(settings.run.impl)} on device {settings.run.device}",
-        f"{len(table.shapes) * len(table.dtypes)} cells ({', '.join(f'{m}x{n}' for m, n in table.shapes)} in "
-        f"{', '.join(table.dtypes)}), each as {', '.join(table.perimeters)}",
-        f"{table.samples} samples of {table.calls} calls after {table.warmup} warm-up calls and more until stable; GPU "
-        f"time with L2 {' and '.join(table.caches)}",
+        f"{len(cells)} cells ({', '.join(cells)}), each as {', '.join(table.perimeters)}",
+        f"{table.samples} samples or more of {table.calls} calls after {table.warmup} warm-up calls and more until "
+        f"stable; {', '.join(table.measures)}; GPU time with L2 {' and '.join(table.caches)}",
+        f"{measurements} measurements of {table.seconds:g} s and {WARM_UP:g} s of warm-up at most, "
+        f"{minutes:.1f} minutes in all, unless {table.samples} samples take longer; besides, the first calls of "
+        f"{first} pairs of implementation and cell, which compile, {table.compile_seconds:g} s each at most",
     ]
 
 
 def refuse_without_gpu(settings: "Settings", device: "Device") -> None:
     """Raise EnvironmentProblem where there is no GPU and no wall clock was asked for."""
-    if device.execution == "cuda" or settings.bench.wall:
+    if device.execution == "cuda":
+        return
+    if settings.bench.wall:
+        if "whole" not in settings.bench.measures:
+            raise ConfigError(
+                f"bench.measures: got {', '.join(settings.bench.measures)}; without a GPU whole calls alone can be "
+                "timed, expected whole among them"
+            )
         return
     raise EnvironmentProblem(
         "bench needs a CUDA GPU: the time of a Triton kernel in the interpreter says nothing about the kernel; run it "
@@ -132,19 +143,19 @@ def _clock(device: "Device") -> "tuple[CudaClock | WallClock, Callable[[], Abstr
     return WallClock(), nullcontext
 
 
-def _lab(
-    settings: "Settings",
-    run: "Run",
-    device: "Device",
-    clock: "CudaClock | WallClock",
-    advance: Callable[[str], None],
-) -> "Lab":
+def _lab(settings: "Settings", run: "Run", device: "Device", clock: "CudaClock | WallClock") -> "Lab":
     from rmsnorm_cli.bench.lab import Lab
     from rmsnorm_cli.bench.rows import Rules
+    from rmsnorm_cli.bench.summary import YARDSTICKS
     from rmsnorm_cli.timing import Plan
 
     table = settings.bench
-    plan = Plan(samples=table.samples, warmup_samples=-(-table.warmup // table.calls))
+    plan = Plan(
+        samples=table.samples,
+        seconds=table.seconds,
+        warmup_samples=-(-table.warmup // table.calls),
+        warmup_limit=WARM_UP,
+    )
     wanted = dict.fromkeys([*filter(None, [table.fail_if_slower_than]), *YARDSTICKS])
     return Lab(
         clock=clock,
@@ -152,14 +163,31 @@ def _lab(
         plan=plan,
         rules=Rules(table.band, table.confidence, table.bootstrap, table.min_blocks, plan.canary_within),
         perimeters=table.perimeters,
+        measures=table.measures,
         caches=table.caches,
         calls=table.calls,
         baselines=[name for name in wanted if name in settings.run.impl],
         eps=settings.operator.eps,
         seed=settings.seed,
+        compile_seconds=table.compile_seconds,
         record=run.record,
-        advance=advance,
     )
+
+
+def _implementations(settings: "Settings", names: Sequence[str]) -> "dict[str, Implementation]":
+    """Look all names up; EnvironmentProblem with every install line that is missing."""
+    from rmsnorm_cli.kernels import implementation
+    from rmsnorm_cli.kernels.peers import MissingPackage
+
+    found, missing = {}, []
+    for name in names:
+        try:
+            found[name] = implementation(name, settings.run.rounding)
+        except MissingPackage as problem:
+            missing.append(str(problem))
+    if missing:
+        raise EnvironmentProblem("; ".join(missing))
+    return found
 
 
 def _preflight(settings: "Settings", cells: "Sequence[Cell]", device: "Device") -> "dict[str, dict[str, Standing]]":
@@ -167,8 +195,32 @@ def _preflight(settings: "Settings", cells: "Sequence[Cell]", device: "Device") 
     from rmsnorm_cli.bench.preflight import preflight
 
     rounding, eps, seed = settings.run.rounding, settings.operator.eps, settings.seed
+    where, seconds = device.torch_device, settings.bench.compile_seconds
     foreign = [name for name in settings.run.impl if ":" in name]
-    return {name: preflight(name, cells, device.torch_device, eps, rounding, seed) for name in foreign}
+    return {name: preflight(name, cells, where, eps, rounding, seed, seconds) for name in foreign}
+
+
+def _all_measured(
+    cells: "Sequence[Cell]",
+    names: Sequence[str],
+    impls: "Mapping[str, Implementation]",
+    declined: "Mapping[str, Mapping[str, Standing]]",
+    lab: "Lab",
+) -> Iterator[dict[str, Any]]:
+    """Yield what each cell came to; after one that lost the GPU, the rest are errors that say so."""
+    from rmsnorm_cli.bench.admission import DeviceLost
+    from rmsnorm_cli.bench.measure import unmeasured
+
+    lost: DeviceLost | None = None
+    for cell in cells:
+        here = {name: by[cell.name] for name, by in declined.items() if cell.name in by}
+        if lost is None:
+            try:
+                yield _measured(cell, names, impls, here, lab)
+                continue
+            except DeviceLost as problem:
+                lost = problem
+        yield unmeasured(cell, names, lab, f"{lost}: nothing can be timed after that")
 
 
 def _measured(
@@ -185,15 +237,24 @@ def _measured(
 
     try:
         return measure_cell(cell, names, impls, declined, lab)
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        detail = f"out of memory before anything was timed: {str(problem).splitlines()[0][:200]}"
-        return unmeasured(cell, names, lab, detail)
+    except (MemoryError, RuntimeError) as problem:
+        if exit_code_of(problem) != EnvironmentProblem.exit_code:  # all else than memory
+            raise
+        detail = f"out of memory: {' '.join(str(problem).split())[:200] or 'no more is known'}"
+    if lab.device.execution == "cuda":
+        torch.cuda.empty_cache()  # here, where the frames of the failure are gone
+    return unmeasured(cell, names, lab, detail)
 
 
-def _cells(settings: "Settings") -> "list[Cell]":
-    from rmsnorm_cli.bench.workload import Cell
+def _shapes(settings: "Settings") -> list[tuple[int, int, str]]:
+    """Return rows, columns and dtype of each cell: a shape's own dtype, else all of bench.dtypes; no cell twice."""
+    from rmsnorm_cli.config import sizes
 
-    return [Cell(M, N, dtype) for M, N in settings.bench.shapes for dtype in settings.bench.dtypes]
+    found = []
+    for shape in settings.bench.shapes:
+        M, N, dtype = sizes(shape)
+        found += [(M, N, name) for name in ([dtype] if dtype else settings.bench.dtypes)]
+    return list(dict.fromkeys(found))
 
 
 def _facts(run: "Run", device: "Device") -> dict[str, Any]:
@@ -208,75 +269,10 @@ def _facts(run: "Run", device: "Device") -> dict[str, Any]:
     }
 
 
-def _protocol(lab: "Lab", settings: "Settings") -> dict[str, Any]:
-    from rmsnorm_cli.timing import FLOOR_MARGIN, SUSPECT
-    from rmsnorm_cli.timing.cuda import GRAPH_SECONDS, L2_ROTATION
-
-    table = settings.bench
-    return {
-        "samples": lab.plan.samples,
-        "calls": lab.calls,
-        "warmup": table.warmup,
-        "min_blocks": table.min_blocks,
-        "extensions": lab.plan.extensions,
-        "bootstrap": table.bootstrap,
-        "confidence": table.confidence,
-        "band": table.band,
-        "floor_margin": FLOOR_MARGIN,
-        "suspect": SUSPECT,
-        "rotation": L2_ROTATION,
-        "graph_seconds": GRAPH_SECONDS,
-        "seed": settings.seed,
-        "eps": settings.operator.eps,
-    }
-
-
-def _overheads(clock: "CudaClock | WallClock") -> dict[str, Any] | None:
-    from rmsnorm_cli.timing import WallClock
-
-    if isinstance(clock, WallClock):
-        return None
-    found = clock.overheads
-    return {"empty_interval": found.empty_interval, "empty_wait": found.empty_wait, "l2_bytes": clock.l2_bytes}
-
-
 def _described(impl: "Implementation", device: "Device") -> dict[str, Any]:
     from rmsnorm_cli.environment import executes_on
 
     return {"impl": impl.name, "execution": executes_on(impl, device), "rounding": impl.rounding, "ours": impl.ours}
-
-
-def _controls(cells: Sequence[dict[str, Any]]) -> dict[str, int]:
-    found = [table["control"] for cell in cells for table in cell["tables"] if table["measure"] != "host"]
-    held = [control for control in found if control is not None]
-    return {
-        "tables": len(held),
-        "held": sum(control["held"] for control in held),
-        "hold_1": sum(control["holds_1"] for control in held),
-    }
-
-
-def _counts(cells: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Count rows by status; a table whose control did not hold counts as inconclusive once more."""
-    counts: dict[str, int] = dict.fromkeys(STATUSES, 0)
-    for cell in cells:
-        for table in cell["tables"]:
-            for row in table["rows"]:
-                counts[row["status"]] += 1
-            control = table["control"]
-            counts["inconclusive"] += control is not None and not control["held"]
-    return counts
-
-
-def _slower(cells: Sequence[dict[str, Any]], than: str | None) -> Iterator[str]:
-    """Yield a sentence for each place where an implementation that is no yardstick is slower than the one named."""
-    for cell in cells if than is not None else ():
-        for table in cell["tables"]:
-            for row in table["rows"]:
-                against = row["against"].get(than)
-                if row["impl"] not in YARDSTICKS and against is not None and against["word"] == "slower":
-                    where = f"{cell['cell']}, {table['perimeter']}, {table['measure']} {table['cache']}"
-                    yield f"{row['impl']} is slower than {than} at {where}: {against['text']}"
 
 
 def _rng(settings: "Settings") -> Any:

@@ -4,6 +4,7 @@ In reading order: `models` is the schema, `fields` the kinds of value in it, `lo
 the reading of files and of words, `schema` and `problems` what is said about a wrong key or value.
 """
 
+from rmsnorm_cli.config.fields import sizes
 from rmsnorm_cli.config.load import FLAGS, Settings, load, runs_folder, to_toml
 from rmsnorm_cli.config.models import (
     COMMANDS,
@@ -42,5 +43,6 @@ __all__ = [
     "describe",
     "load",
     "runs_folder",
+    "sizes",
     "to_toml",
 ]

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,7 @@ Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 TimedDtype = Literal["float32", "float16", "bfloat16"]
 Scope = Literal["forward", "dx", "dgamma", "contract", "properties"]
 Perimeter = Literal["forward", "forward_train", "backward", "forward_backward"]
+Measure = Literal["whole", "gpu", "host"]
 Optimizer = Literal["adam", "sgd"]
 
 
@@ -81,10 +82,37 @@ def _draw(seed: Any) -> Any:
     return secrets.randbelow(2**31) if seed == "random" else seed
 
 
+class Sizes(NamedTuple):
+    """A shape in parts: M rows, N columns, and the dtype that it is bound to, None for each one asked for."""
+
+    M: int
+    N: int
+    dtype: str | None
+
+
+def sizes(shape: str) -> Sizes:
+    """Take a shape of the form that `Shape` accepts apart."""
+    M, N, dtype = _SHAPE.fullmatch(shape).groups()  # type: ignore[union-attr]
+    return Sizes(int(M), int(N), dtype)
+
+
+_SHAPE = re.compile(r"([0-9]{1,12})[xX]([0-9]{1,12})(?::([a-z0-9]+))?")
+
+
 def _shape(value: Any) -> Any:
-    """Turn text of the form 128x257 into (128, 257)."""
-    sizes = re.fullmatch(r"([0-9]{1,12})[xX]([0-9]{1,12})", value) if isinstance(value, str) else None
-    return (int(sizes[1]), int(sizes[2])) if sizes else value
+    """Write a shape as 128x257 or 128x257:float16, whether it came as such a text or as a list."""
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(size) is int for size in value):
+        value = f"{value[0]}x{value[1]}"
+    if not (isinstance(value, str) and _SHAPE.fullmatch(value)):
+        raise refusal("no shape")
+    M, N, dtype = sizes(value)
+    for size, what, most in ((M, "rows", LARGEST_COUNT), (N, "columns", LARGEST_WIDTH)):
+        if not 1 <= size <= most:
+            raise refusal(f"{size} {what}")
+    if dtype is not None and dtype not in get_args(TimedDtype):
+        nearest = get_close_matches(dtype, get_args(TimedDtype), n=1)
+        raise refusal(f"no such dtype as {dtype}", nearest=f"{M}x{N}:{nearest[0]}" if nearest else "")
+    return f"{M}x{N}" + (f":{dtype}" if dtype else "")
 
 
 Item = TypeVar("Item")
@@ -120,9 +148,12 @@ Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Repeats = Annotated[int, Field(ge=2, le=100_000)]
 Features = Annotated[int, Field(ge=1, le=65_536)]
 Shape = Annotated[
-    tuple[Count, Cols],
+    str,
     BeforeValidator(_shape),
-    Says(f'rows x cols as "128x257" or [128, 257], cols at most {LARGEST_WIDTH}'),
+    Says(
+        'rows x cols as "128x257" or [128, 257], or as "128x257:float16" for that dtype alone; '
+        f"both from 1, cols to {LARGEST_WIDTH}"
+    ),
 ]
 
 Eps = Annotated[float, Field(ge=SMALLEST_EPS, le=LARGEST_EPS), Says("a finite number above 0 that fp32 can hold:")]

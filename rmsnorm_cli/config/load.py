@@ -45,6 +45,7 @@ FLAGS = {  # options whose name is not that of their key
     "bench.shapes": "--shape",
     "bench.dtypes": "--dtype",
     "bench.perimeters": "--perimeter",
+    "bench.measures": "--measure",
 }
 
 Own = TypeVar("Own", bound=Table)

@@ -19,6 +19,7 @@ from rmsnorm_cli.config.fields import (
     Implementation,
     Layout,
     Many,
+    Measure,
     Optimizer,
     Perimeter,
     Rate,
@@ -228,14 +229,30 @@ class Bench(Table):
     """[bench]: what is timed, how often, and when a difference counts as one."""
 
     shapes: Many[Shape] = Field(
-        default=((128, 257), (65536, 256), (2048, 4096), (4096, 4096), (8192, 5120)), description="rows x cols, M x N"
+        default=("128x257", "65536x256", "2048x4096", "4096x4096", "8192x5120"),
+        description="rows x cols, M x N; with a dtype behind a colon it is timed in that one alone",
     )
-    dtypes: Many[TimedDtype] = Field(default=("float32", "float16"), description="dtypes of x")
+    dtypes: Many[TimedDtype] = Field(
+        default=("float32", "float16"), description="dtypes of x, for the shapes that name none"
+    )
     perimeters: Many[Perimeter] = Field(default=get_args(Perimeter), description="what lies inside the timed interval")
+    measures: Many[Measure] = Field(
+        default=get_args(Measure),
+        description="whole calls as a loop pays them, GPU time of a captured graph, host time of a call",
+    )
     caches: Many[Literal["cold", "warm"]] = Field(default=("cold",), description="state of the L2 cache for GPU time")
-    samples: Annotated[int, Field(ge=2, le=100_000)] = Field(default=50, description="samples of a cell")
+    samples: Annotated[int, Field(ge=2, le=100_000)] = Field(
+        default=50, description="samples of a measurement, at least"
+    )
+    seconds: Seconds = Field(
+        default=5.0,
+        description="longest sampling of a measurement; after `samples` it goes on until the A/A control is narrow",
+    )
     calls: Annotated[int, Field(ge=1, le=100_000)] = Field(default=20, description="calls in one sample")
     warmup: Annotated[int, Field(ge=0, le=100_000)] = Field(default=20, description="calls before the first sample")
+    compile_seconds: Seconds = Field(
+        default=120.0, description="longest that first calls on a cell may take, compiling included"
+    )
     min_blocks: Annotated[int, Field(ge=2, le=100_000)] = Field(
         default=20, description="interleaved blocks below which no verdict is spoken"
     )

@@ -7,7 +7,7 @@ The empty interval between two events is measured and reported, never subtracted
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,8 @@ class CudaClock:
                 try:
                     yield
                 finally:
-                    torch.cuda.synchronize()
+                    with suppress(RuntimeError):  # a lost context was told where it was met
+                        torch.cuda.synchronize()
 
     def calls(self, call: Call, count: int) -> Reading:
         """Return the time of one of `count` whole calls between two events on an idle stream, host time included."""
@@ -146,6 +147,14 @@ class CudaClock:
             "core clock": lambda: self.queued(lambda: _sleep(cycles), 1),
             "memory": lambda: self.queued(copy, 1),
         }
+
+    def lost(self) -> bool:
+        """Return whether a program has broken the GPU's context, so that nothing in this process runs on it again."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
 
     def sets_in_rotation(self, bytes_of_one: int) -> int:
         """Return how many sets of buffers must take turns so that each is out of the L2 cache when its turn comes."""

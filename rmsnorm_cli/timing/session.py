@@ -30,8 +30,13 @@ class Plan:
     stable_within: float = 0.005  # ... differ by less than this
     warmup_limit: float = 1.0  # a session that is not stable by then starts all the same, and says so
     canary_within: float = 0.02  # a block whose canary is further than this from the session's median is disturbed
-    extensions: int = 2  # how often the same number of blocks is added where the caller has not seen enough
-    extension_limit: float = 20.0  # a session that has run this long is not extended
+    seconds: float = 5.0  # sampling goes on no longer than this, the planned samples apart
+    growth: float = 1.25  # of the number of blocks between two looks at whether they are enough
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks are taken whatever they show."""
+        return max(1, self.samples // 2)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Session:
     warmup_rounds: int = 0
     unstable: tuple[str, ...] = ()  # entries still moving when the warm-up ended
     blocks: int = 0
+    sampled_seconds: float = 0.0  # from the first block to the last
+    out_of_time: bool = False  # sampling ended before the caller had seen enough
     fatal: tuple[type[BaseException], ...] = ()
 
     def seconds(self, entry: str) -> Times:
@@ -105,22 +112,36 @@ def run_session(
 
     An entry that raises, or whose check finds its outputs wrong, leaves the session with its reason; the others go on.
     An exception of a `fatal` kind is nobody's program failing and passes through.
-    `enough` is asked after the planned blocks; while it says no, up to `plan.extensions` times as many are added.
+    `enough` is asked after the planned blocks; while it says no, blocks are added until `plan.seconds` are spent.
     """
     alive = {entry.name: entry for entry in entries}
     if len(alive) != len(entries):
         raise ValueError("two entries of a session have one name")
     session = Session(canaries={name: [] for name in canaries or {}}, fatal=fatal)
-    planned = max(1, plan.samples // 2)
-    start = now()
     with undisturbed_by_collection():
         _warm_up(session, alive, plan, rng, now)
-        for _ in range(1 + plan.extensions):
-            for _ in range(planned):
+        start = now()
+        for goal in _looks(plan):
+            while alive and session.blocks < goal and (session.blocks < plan.blocks or now() - start < plan.seconds):
                 _block(session, alive, rng, canaries or {})
-            if not alive or enough is None or enough(session) or now() - start > plan.extension_limit:
+            if not alive or enough is None or enough(session):
                 break
+            if now() - start >= plan.seconds:
+                session.out_of_time = True
+                break
+        session.sampled_seconds = now() - start
     return session
+
+
+def _looks(plan: Plan) -> Iterator[int]:
+    """Yield the numbers of blocks after which it is asked whether they are enough.
+
+    They grow in proportion: a look after every block would sooner or later meet one that is narrow by chance.
+    """
+    goal = plan.blocks
+    while True:
+        yield goal
+        goal = max(goal + 1, round(goal * plan.growth))
 
 
 @contextmanager

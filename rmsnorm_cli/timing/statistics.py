@@ -15,6 +15,7 @@ Times = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.99  # of every interval: a run holds several tables at once
 RESAMPLES = 10_000
+MOST_DRAWN = 2**21  # values drawn at once
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,13 @@ def geometric_mean(ratios: Times) -> float:
 
 
 def _resampled_medians(values: Times, rng: np.random.Generator, resamples: int) -> Times:
-    picked = rng.integers(0, values.size, (resamples, values.size))
-    medians: Times = np.median(values[picked], axis=1)
+    """Return the medians of resamples with replacement, some at a time so that thousands of blocks fit the memory."""
+    at_once = max(1, MOST_DRAWN // values.size)
+    medians = np.empty(resamples)
+    for first in range(0, resamples, at_once):
+        place = slice(first, min(first + at_once, resamples))
+        picked = rng.integers(0, values.size, (place.stop - first, values.size))
+        medians[place] = np.median(values[picked], axis=1)
     return medians
 
 

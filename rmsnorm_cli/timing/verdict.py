@@ -27,19 +27,25 @@ class Verdict:
     ratio: Interval
 
 
-def judge(ratio: Interval, band: float = BAND, confidence: float = CONFIDENCE) -> Verdict:
+def judge(
+    ratio: Interval, band: float = BAND, confidence: float = CONFIDENCE, resolution: float | None = None
+) -> Verdict:
     """Return the verdict on subject / baseline (below 1 the subject is faster).
 
     Faster and slower need the whole interval beyond the band, equal needs it inside; otherwise it is inconclusive.
+    `resolution` is what the A/A control could tell apart where that is coarser than the band: a difference must then
+    lie beyond it, and nothing is called equal.
     """
-    if ratio.high < 1 - band:
-        return Verdict("faster", f"faster {_times(ratio.inverse(), confidence)}", ratio)
-    if ratio.low > 1 + band:
-        return Verdict("slower", f"slower {_times(ratio, confidence)}", ratio)
-    if ratio.within(band):
+    beyond = band if resolution is None else max(band, resolution)
+    beside = "" if resolution is None else f"; A/A resolves {_resolved(resolution)}"
+    if ratio.high < 1 - beyond:
+        return Verdict("faster", f"faster {_times(ratio.inverse(), confidence)}{beside}", ratio)
+    if ratio.low > 1 + beyond:
+        return Verdict("slower", f"slower {_times(ratio, confidence)}{beside}", ratio)
+    if resolution is None and ratio.within(band):
         return Verdict("equal", f"equal within {_percent(band)}", ratio)
     low, high = limits(ratio.inverse())
-    text = f"inconclusive ({_percent(confidence)} interval of the speed-up {low}–{high})"
+    text = f"inconclusive ({_percent(confidence)} interval of the speed-up {low}–{high}{beside})"
     return Verdict("inconclusive", text, ratio)
 
 
@@ -50,23 +56,32 @@ def void(ratio: Interval, reason: str) -> Verdict:
 
 @dataclass(frozen=True)
 class Control:
-    """The same implementation entered twice: `held` where the protocol called it equal to itself."""
+    """The same implementation entered twice.
+
+    `held`: the protocol called it equal to itself. `biased`: it called it different from itself, so nothing else that
+    it says can be believed. `resolution`: how far from 1 the interval reaches, the least difference that could be told
+    from none.
+    """
 
     held: bool
+    biased: bool
+    resolution: float
     text: str
     ratio: Interval
 
 
 def control(ratio: Interval, band: float = BAND) -> Control:
-    """Judge the A/A control: its whole interval must lie within the band around 1.
+    """Judge the A/A control: within the band it held, wholly beyond it is biased, between the two it is only coarse.
 
     Whether the interval also contains 1 exactly is recorded (`1 in ratio`) but cannot gate: by construction one
     table in a hundred misses it, and an offset inside the band moves no verdict.
     """
     low, high = limits(ratio)
     held = ratio.within(band)
-    how = f"within {_percent(band)}" if held else f"not within {_percent(band)}"
-    return Control(held, f"A/A control {how}: {figures(ratio)} ({low}–{high})", ratio)
+    biased = ratio.low > 1 + band or ratio.high < 1 - band
+    resolution = max(ratio.high - 1, 1 - ratio.low)
+    how = f"within {_percent(band)}" if held else "biased" if biased else f"resolves {_resolved(resolution)}"
+    return Control(held, biased, resolution, f"A/A control {how}: {figures(ratio)} ({low}–{high})", ratio)
 
 
 def beats_floor(time_over_stream: Interval, margin: float = FLOOR_MARGIN) -> bool:
@@ -113,3 +128,9 @@ def _times(speed: Interval, confidence: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share * 100:g} %"
+
+
+def _resolved(resolution: float) -> str:
+    """Write a resolution with two figures, rounded up: finer than it is would be a promise."""
+    places = max(0, 1 - math.floor(math.log10(max(resolution, 1e-6) * 100)))
+    return f"{math.ceil(resolution * 100 * 10**places - 1e-9) / 10**places:g} %"

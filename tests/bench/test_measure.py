@@ -3,6 +3,8 @@
 The stand-ins run every body on the CPU at a price in simulated seconds, so all that is not CUDA itself is as it is.
 """
 
+import contextlib
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -29,7 +31,7 @@ class _Clock(CudaClock):
 
     def __init__(self, l2_bytes=1500, hidden=None):
         self.l2_bytes, self.hidden, self.rng = l2_bytes, hidden, np.random.default_rng(0)
-        self.price = 0.0
+        self.price, self.broken, self.replaying = 0.0, False, False
 
     def _reading(self, count):
         price, self.price = self.price, 0.0
@@ -47,6 +49,9 @@ class _Clock(CudaClock):
     def hidden_work(self, call, count, tries=3):
         call()
         return self.hidden
+
+    def lost(self):
+        return self.broken
 
     def canaries(self):
         return {"core clock": lambda: Reading(1e-4)}
@@ -67,13 +72,14 @@ class _Graph:
 
     def measure(self, before=lambda: None):
         before()
-        self.clock.price = 0.0
+        self.clock.price, self.clock.replaying = 0.0, True
         with torch.no_grad():
             for i, body in enumerate(self.bodies):
                 with torch.enable_grad():
                     fresh = body()
                 for held, new in zip(self.outputs[i % len(self.outputs)], fresh, strict=True):
                     held.copy_(new)
+        self.clock.replaying = False
         return self.clock._reading(self.calls)
 
     def poison(self, place):
@@ -90,20 +96,29 @@ def measured(monkeypatch):
     monkeypatch.setattr(measure, "captured", _Graph)
     _Graph.made = []
 
-    def call(impls, clock=None, perimeters=("forward", "backward"), caches=("cold", "warm")):
+    def call(
+        impls,
+        clock=None,
+        perimeters=("forward", "backward"),
+        caches=("cold", "warm"),
+        measures=("whole", "gpu", "host"),
+        compile_seconds=60.0,
+    ):
         clock = clock or _Clock()
         records = []
         lab = Lab(
             clock=clock,
             device=Device("cuda", "cuda", "cpu", "stand-in"),
-            plan=Plan(samples=40, extensions=0),
+            plan=Plan(samples=40, seconds=1e-3),
             rules=Rules(0.01, 0.99, 300, 20, 0.02),
             perimeters=perimeters,
+            measures=measures,
             caches=caches,
             calls=3,
             baselines=["torch"],
             eps=1e-6,
             seed=5,
+            compile_seconds=compile_seconds,
             record=records.append,
         )
         priced = {name: priced_at(clock, impl) for name, impl in impls.items()}
@@ -212,6 +227,101 @@ def test_a_replay_that_leaves_poison_behind_is_a_wrong_output(measured, monkeypa
     assert row["detail"].startswith("wrong output in a timed sample: y: ")
 
 
+def test_only_the_measures_asked_for_are_taken_and_each_output_is_verified_all_the_same(measured):
+    cell, records = measured(known("torch"), measures=("gpu",), caches=("cold",))
+    assert [(t["perimeter"], t["measure"]) for t in cell["tables"]] == [("forward", "gpu"), ("backward", "gpu")]
+    assert {r["perimeter"] for r in records if r["kind"] == "verification"} == {"forward", "backward"}
+    host, _ = measured(known("torch", "reference"), measures=("host",))
+    assert all(row["against"] == {} for t in host["tables"] for row in t["rows"]), "no pair of them is controlled"
+    assert {t["unsaid"] for t in host["tables"]} == {None}
+
+
+def test_a_program_that_takes_too_long_to_compile_is_a_row_and_the_others_are_timed(measured):
+    def compiling(x, gamma, eps):
+        while True:
+            with contextlib.suppress(Exception):  # as a tuner that tries one launch after another
+                time.sleep(0.01)
+
+    impls = {"slow": SimpleNamespace(name="slow", call=compiling), **known("torch")}
+    cell, _ = measured(impls, perimeters=("forward",), compile_seconds=0.2)
+    for table in cell["tables"]:
+        slow, torchs = table["rows"]
+        assert slow["status"] == "error"
+        assert slow["detail"] == "its first calls, which compile it, took more than 0.2 s (bench.compile_seconds)"
+        assert torchs["status"] == "passed"
+    assert 0.2 <= cell["first_calls"]["slow"] < 2
+    assert cell["first_calls"]["torch"] < 0.2
+
+
+def test_a_backward_that_takes_too_long_is_interrupted_too(measured):
+    class Slow(_Consuming):
+        @staticmethod
+        def backward(ctx, dy):
+            time.sleep(30)
+
+    slow = SimpleNamespace(name="slow", call=lambda x, gamma, eps: Slow.apply(x, gamma, eps))
+    cell, _ = measured({"slow": slow}, perimeters=("backward",), compile_seconds=0.2)
+    assert {table["rows"][0]["status"] for table in cell["tables"]} == {"error"}
+    assert cell["first_calls"]["slow"] < 5
+
+
+def test_one_program_that_does_not_fit_the_memory_is_an_error_and_the_others_are_timed(measured):
+    def hungry(x, gamma, eps):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
+
+    impls = {"hungry": SimpleNamespace(name="hungry", call=hungry), **known("torch")}
+    cell, _ = measured(impls, perimeters=("forward",))
+    for table in cell["tables"]:
+        first, second = table["rows"]
+        assert (first["status"], second["status"]) == ("error", "passed")
+        assert "Tried to allocate 2 TiB" in first["detail"]
+
+
+def test_a_stream_that_does_not_fit_the_memory_leaves_times_without_a_share(measured, monkeypatch):
+    def full(self, perimeter, sets):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Buffers, "streams", full)
+    cell, _ = measured(known("torch"), perimeters=("forward",), caches=("cold",))
+    table = table_of(cell, measure="gpu")
+    assert table["stream"] is None
+    assert table["rows"][0]["status"] == "passed"
+    assert table["rows"][0]["share_of_stream"] is None
+
+
+def test_a_program_that_breaks_the_gpu_ends_the_cell_by_its_name(measured):
+    from rmsnorm_cli.bench.admission import DeviceLost
+
+    clock = _Clock()
+
+    def breaking(x, gamma, eps):
+        clock.broken = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    impls = {**known("torch"), "breaking": SimpleNamespace(name="breaking", call=breaking)}
+    with pytest.raises(DeviceLost, match=r"context was lost when breaking ran \(RuntimeError: CUDA error: an illegal"):
+        measured(impls, clock)
+
+
+def test_a_program_that_writes_to_x_only_when_it_is_replayed_is_caught(measured):
+    """Whole calls leave x alone; the graph's calls, which no autograd watches, do not."""
+    clock = _Clock()
+    values = []
+
+    def writing(x, gamma, eps):
+        if clock.replaying:
+            x.data[0, 0] += 1  # and what it returns is right for the values that it was given before
+        else:
+            values[:] = [x.detach().clone()]
+        return implementation("torch").call(values[0], gamma, eps)
+
+    impls = {"writing": SimpleNamespace(name="writing", call=writing)}
+    cell, _ = measured(impls, clock, perimeters=("forward",), measures=("gpu",))
+    (row,) = cell["tables"][0]["rows"]
+    assert row["status"] == "failed"
+    assert row["detail"] == "wrong output in a timed sample: it wrote to x"
+
+
 def test_a_consumer_of_dy_meets_fresh_values_in_every_call_of_a_graph(measured):
     def consuming(x, gamma, eps):
         return _Consuming.apply(x, gamma, eps)
@@ -282,8 +392,8 @@ def test_refilled_buffers_hold_other_values_at_the_same_addresses():
 def test_each_stream_moves_the_bytes_it_says_and_no_formula():
     buffers = Buffers(CELL, 2, "cpu", 0)
     x, dy = buffers.x[1].detach(), buffers.dy[1]
-    assert torch.equal(buffers.streams("forward")[1]()[0], x)
-    assert torch.equal(buffers.streams("backward")[1]()[0], x + dy)
-    copied, added = buffers.streams("forward_backward")[1]()
+    assert torch.equal(buffers.streams("forward", 2)[1]()[0], x)
+    assert torch.equal(buffers.streams("backward", 2)[1]()[0], x + dy)
+    copied, added = buffers.streams("forward_backward", 2)[1]()
     assert torch.equal(copied, x)
     assert torch.equal(added, x + dy)

@@ -293,22 +293,99 @@ def test_a_hang_is_a_row_and_not_the_end(foreign, tmp_path, monkeypatch):
     assert "within 1 s" in found["2x3 float32"]["detail"]
 
 
-def test_a_cell_that_does_not_fit_the_memory_is_an_error_row_and_the_next_one_is_timed(benched, monkeypatch):
+@pytest.mark.parametrize(
+    "full",
+    [
+        torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2 TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 TiB. Error code 12"),
+        MemoryError("tried to allocate 2 TiB"),
+    ],
+    ids=lambda full: type(full).__name__,
+)
+def test_a_cell_that_does_not_fit_the_memory_is_an_error_row_and_the_next_one_is_timed(benched, monkeypatch, full):
     from rmsnorm_cli.bench import measure
 
     whole = measure.measure_cell
 
     def short(cell, *rest):
         if cell.N == 33:
-            raise torch.OutOfMemoryError("tried to allocate 2 TiB")
+            raise full
         return whole(cell, *rest)
 
     monkeypatch.setattr(measure, "measure_cell", short)
     outcome, _ = benched(["torch", "reference"], shapes=[[6, 33], [6, 32]])
     assert row(outcome, "torch")["status"] == "error"
+    assert row(outcome, "torch")["detail"].startswith("out of memory: ")
     assert "tried to allocate 2 TiB" in row(outcome, "torch")["detail"]
     assert outcome.summary["cells"][1]["tables"][0]["rows"][0]["status"] == "passed"
     assert outcome.exit_code == 1
+
+
+def test_after_a_cell_that_lost_the_gpu_every_row_says_so_and_nothing_is_lost(benched, monkeypatch):
+    from rmsnorm_cli.bench import measure
+    from rmsnorm_cli.bench.admission import DeviceLost
+
+    whole = measure.measure_cell
+    asked = []
+
+    def losing(cell, *rest):
+        asked.append(cell.N)
+        if cell.N == 32:
+            raise DeviceLost("the GPU's context was lost when liger ran (CUDA error: an illegal memory access)")
+        return whole(cell, *rest)
+
+    monkeypatch.setattr(measure, "measure_cell", losing)
+    outcome, _ = benched(["torch", "reference"], shapes=["6x33", "6x32", "6x31"])
+    assert asked == [33, 32], "the third is not tried"
+    assert row(outcome, "torch")["status"] == "passed"
+    for cell in outcome.summary["cells"][1:]:
+        for found in cell["tables"][0]["rows"]:
+            assert found["status"] == "error"
+            assert "lost when liger ran (CUDA error" in found["detail"]
+    assert outcome.exit_code == 1
+
+
+def test_what_is_no_matter_of_memory_is_not_told_as_one(benched, monkeypatch):
+    from rmsnorm_cli.bench import measure
+
+    def broken(*given):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(measure, "measure_cell", broken)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        benched(["torch"])
+
+
+def test_all_packages_that_are_missing_are_told_at_once(benched, monkeypatch):
+    from rmsnorm_cli.kernels import peers
+
+    def absent(name):
+        raise peers.MissingPackage(f"{name} needs {name}-kernel, which is not installed: pip install {name}-kernel")
+
+    import rmsnorm_cli.kernels.api
+
+    monkeypatch.setattr(rmsnorm_cli.kernels.api, "package_norm", absent)
+    with pytest.raises(EnvironmentProblem, match=r"liger needs .*: pip install liger-kernel; fla needs") as problem:
+        benched(["torch", "liger", "fla"])
+    assert problem.value.exit_code == 4
+
+
+def test_the_configuration_of_the_speed_table_holds_its_cells():
+    """20 cells, each shape in one dtype, GPU time of forward and backward; the plan names an upper bound of time."""
+    from pathlib import Path
+
+    file = Path(__file__).parents[2] / "configs" / "speed.toml"
+    settings = config.load("bench", file=file, environ={}, sets=[], options={})
+    lines = bench.plan(settings)
+    assert lines[0] == "would time fused, torch, compile, liger, fla, quack on device auto"
+    assert lines[1].startswith("20 cells (1048576x128 bfloat16, ")
+    for cell in ("512x262144 bfloat16", "128x257 float32", "16384x769 float16", "4096x8191 float16"):
+        assert cell in lines[1]
+    assert "16384x4096 bfloat16" in lines[1]
+    assert "16384x4096 float32" in lines[1]
+    assert settings.bench.measures == ("gpu",)
+    assert settings.bench.perimeters == ("forward", "backward")
+    assert "40 measurements of 2 s and 1 s of warm-up at most, 2.0 minutes in all" in lines[3]
 
 
 def test_fail_if_slower_than_fails_the_run_and_says_where(benched, foreign):
@@ -317,7 +394,7 @@ def test_fail_if_slower_than_fails_the_run_and_says_where(benched, foreign):
     outcome, _ = benched([name, "torch"], slow, fail_if_slower_than="torch")
     assert outcome.exit_code == 1
     (text,) = outcome.summary["slower"]
-    assert text.startswith(f"{name} is slower than torch at 6x33 float32, forward, wall loop: slower 2.0")
+    assert text.startswith(f"{name} is slower than torch at 6x33 float32, forward, wall loop: slower ")
     fast = {name: 1e-5, "torch": 2e-5}
     assert benched([name, "torch"], fast, fail_if_slower_than="torch")[0].exit_code == 0
     assert benched([name, "torch"], slow)[0].exit_code == 0, "slower is no failure unless asked"
@@ -366,11 +443,26 @@ def test_compare_with_what_is_no_bench_is_refused(benched, tmp_path):
         benched(["torch"], compare=str(before))
 
 
-def test_the_dry_run_says_what_would_be_timed():
-    settings = config.load("bench", file=None, environ={}, sets=[], options=SMALL)
-    text = "\n".join(bench.plan(settings))
-    assert "1 cells (6x33 in float32), each as forward" in text
-    assert "50 samples of 20 calls after 20 warm-up calls" in text
+def test_the_dry_run_says_what_would_be_timed_and_for_how_long_at_most():
+    """3 cells x 2 perimeters x (whole, GPU, host), each 2 s and 1 s of warm-up: 54 s."""
+    given = {"bench.shapes": ["6x33", "8x64:bfloat16", "9x9"], "bench.dtypes": ["float32"]}
+    given |= {"bench.perimeters": ["forward", "backward"], "bench.seconds": 2, "run.impl": ["torch", "compile"]}
+    text = "\n".join(bench.plan(config.load("bench", file=None, environ={}, sets=[], options=given)))
+    assert "3 cells (6x33 float32, 8x64 bfloat16, 9x9 float32), each as forward, backward" in text
+    assert "50 samples or more of 20 calls after 20 warm-up calls" in text
+    assert "18 measurements of 2 s and 1 s of warm-up at most, 0.9 minutes in all" in text
+    assert "the first calls of 6 pairs of implementation and cell, which compile, 120 s each at most" in text
+
+
+def test_a_shape_with_a_dtype_is_timed_in_that_one_alone_and_no_cell_twice(benched):
+    outcome, _ = benched(["torch"], shapes=["4x5:float16", "4x6", "4x5", "4x6:float32"], dtypes=["float32"])
+    cells = [cell["cell"] for cell in outcome.summary["cells"]]
+    assert cells == ["4x5 float16", "4x6 float32", "4x5 float32"]
+
+
+def test_gpu_time_alone_cannot_be_asked_of_a_machine_without_a_gpu(benched):
+    with pytest.raises(ConfigError, match=r"bench\.measures: got gpu, host; without a GPU whole calls alone"):
+        benched(["torch"], measures=["gpu", "host"])
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ def ratio_of(clock, subject, baseline, measure=lambda program: program.measure):
     """Time two programs in one session and return subject / baseline."""
     rng = np.random.default_rng(0)
     entries = [Entry("subject", measure(subject)), Entry("baseline", measure(baseline))]
-    session = run_session(entries, Plan(extensions=0), rng, clock.canaries())
+    session = run_session(entries, Plan(), rng, clock.canaries())
     assert not session.failures
     return paired_ratio(session.by_block("subject"), session.by_block("baseline"), rng), session
 

@@ -7,7 +7,7 @@ import pytest
 
 from rmsnorm_cli.timing import Entry, Plan, Reading, WallClock, is_stable, mirrored, run_session
 
-PLAN = Plan(extensions=0)
+PLAN = Plan()
 
 
 def session_of(machine, entries, plan=PLAN, **more):
@@ -64,7 +64,7 @@ def test_an_entry_that_never_settles_is_told_and_does_not_hold_the_session_up(si
     machine = simulated.Machine(1, noise=0, spikes=0)
     growing = iter(1.03**i for i in range(10_000))
     entries = [Entry("growing", lambda: Reading(machine.run(1e-3 * next(growing)))), machine.entry("steady", 1e-3)]
-    session = session_of(machine, entries, Plan(samples=4, extensions=0, warmup_limit=1.0))
+    session = session_of(machine, entries, Plan(samples=4, warmup_limit=1.0))
     assert session.unstable == ("growing",)
     assert session.seconds("steady").size == 4
 
@@ -115,7 +115,7 @@ def test_every_sample_is_prepared_before_and_checked_after_it():
         return Reading(1e-6)
 
     entry = Entry("a", measure, lambda: log.append("prepare"), lambda: log.append("check"))
-    run_session([entry], Plan(samples=4, extensions=0), np.random.default_rng(0))
+    run_session([entry], Plan(samples=4), np.random.default_rng(0))
     assert log == ["prepare", "measure", "check"] * (len(log) // 3)
 
 
@@ -129,7 +129,7 @@ def test_what_is_declared_fatal_passes_through():
         run_session([Entry("a", stopped)], PLAN, np.random.default_rng(0))
 
 
-def test_blocks_are_added_only_while_the_caller_has_not_seen_enough(simulated):
+def test_blocks_are_added_by_quarters_while_the_caller_has_not_seen_enough(simulated):
     machine = simulated.Machine(1)
     asked = []
 
@@ -137,15 +137,28 @@ def test_blocks_are_added_only_while_the_caller_has_not_seen_enough(simulated):
         asked.append(session.blocks)
         return session.blocks >= 50
 
-    session = session_of(machine, [machine.entry("a", 1e-5)], Plan(extensions=3), enough=enough)
-    assert asked == [25, 50]
-    assert session.seconds("a").size == 100
+    session = session_of(machine, [machine.entry("a", 1e-5)], enough=enough)
+    assert asked == [25, 31, 39, 49, 61]
+    assert session.seconds("a").size == 122
+    assert not session.out_of_time
 
 
-def test_a_session_that_has_run_long_is_not_extended(simulated):
-    machine = simulated.Machine(1)
-    plan = Plan(extensions=9, extension_limit=1e-6)
-    assert session_of(machine, [machine.entry("a", 1e-3)], plan, enough=lambda session: False).blocks == 25
+def test_sampling_ends_with_its_time_but_never_before_the_planned_samples(simulated):
+    """A sample takes 2 ms of virtual time, a block 4 ms: 0.5 s hold 125 blocks, 1 µs holds none, 25 are taken."""
+    for seconds, least, most in ((0.5, 115, 128), (1e-6, 25, 25)):
+        machine = simulated.Machine(1)
+        plan = Plan(seconds=seconds)
+        session = session_of(machine, [machine.entry("a", 1e-4)], plan, enough=lambda session: False)
+        assert least <= session.blocks <= most
+        assert session.out_of_time
+        assert session.sampled_seconds == pytest.approx(session.blocks * 4e-3, rel=0.1)
+
+
+def test_a_session_whose_entries_have_all_left_ends(simulated):
+    entry = Entry("a", lambda: Reading(1e-6), check=lambda: "wrong")
+    session = run_session([entry], PLAN, np.random.default_rng(0), enough=lambda session: False)
+    assert session.blocks == 0
+    assert not session.out_of_time
 
 
 def test_a_canary_runs_once_a_block_and_tells_which_blocks_were_disturbed(simulated):
@@ -163,7 +176,7 @@ def test_a_canary_runs_once_a_block_and_tells_which_blocks_were_disturbed(simula
 def test_flags_stay_with_their_samples_in_the_raw_series():
     turn = iter(range(10_000))
     entry = Entry("a", lambda: Reading(1e-6, ("starved",) if next(turn) % 25 == 24 else ()))
-    session = run_session([entry], Plan(samples=50, extensions=0), np.random.default_rng(0))
+    session = run_session([entry], Plan(samples=50), np.random.default_rng(0))
     series = session.series("a")
     assert session.flagged("a", "starved") == 2
     assert list(series["flags"].values()) == [["starved"], ["starved"]]
@@ -178,7 +191,7 @@ def test_the_cyclic_collector_is_off_during_a_session_and_back_after_it():
         return Reading(1e-6)
 
     assert gc.isenabled()
-    run_session([Entry("a", measure)], Plan(samples=2, extensions=0), np.random.default_rng(0))
+    run_session([Entry("a", measure)], Plan(samples=2), np.random.default_rng(0))
     assert set(seen) == {False}
     assert gc.isenabled()
 

@@ -29,7 +29,7 @@ def ratio_of(machine, seed, true_ratio):
     """Run the protocol on a simulated machine and return the interval of subject / baseline."""
     entries = [machine.entry("subject", true_ratio * TRUE_SECONDS), machine.entry("baseline", TRUE_SECONDS)]
     rng = np.random.default_rng(seed + 1)
-    session = run_session(entries, Plan(extensions=0), rng, now=lambda: machine.now)
+    session = run_session(entries, Plan(), rng, now=lambda: machine.now)
     return paired_ratio(session.by_block("subject"), session.by_block("baseline"), rng, resamples=2000)
 
 

@@ -61,8 +61,30 @@ def test_the_control_holds_where_its_whole_interval_is_within_one_percent(low, h
     assert control(ratio(low, high)).held is held
 
 
-def test_a_failed_control_says_so():
-    assert control(ratio(0.97, 1.01)).text == "A/A control not within 1 %: 0.99 (0.97–1.01)"
+def test_a_control_wider_than_the_band_says_what_it_resolves_and_one_beyond_it_that_it_is_biased():
+    """Resolution is how far from 1 the interval reaches, rounded up to two figures."""
+    coarse = control(ratio(0.9712, 1.0105))
+    assert (coarse.held, coarse.biased, coarse.resolution) == (False, False, pytest.approx(0.0288))
+    assert coarse.text == "A/A control resolves 2.9 %: 0.99 (0.97–1.01)"
+    assert control(ratio(0.999, 1.0301)).text.startswith("A/A control resolves 3.1 %")
+    aside = control(ratio(1.0101, 1.03))
+    assert (aside.held, aside.biased) == (False, True)
+    assert aside.text == "A/A control biased: 1.020 (1.010–1.030)"
+    assert control(ratio(0.97, 0.9899)).biased
+    assert not control(ratio(1.0099, 1.03)).biased
+
+
+def test_under_a_coarse_control_a_verdict_needs_a_difference_beyond_it_and_names_it():
+    assert judge(Interval(1 / 3.1, 1 / 3.2, 1 / 3.0, 25), resolution=0.03).text == (
+        "faster 3.1× (99 % interval 3.0–3.2); A/A resolves 3 %"
+    )
+    assert judge(ratio(1.031, 1.05), resolution=0.03).word == "slower"
+    assert judge(ratio(1.029, 1.05), resolution=0.03).word == "inconclusive"
+    assert judge(ratio(0.94, 0.969), resolution=0.03).word == "faster"
+    inside = judge(ratio(0.94, 0.971), resolution=0.03)
+    assert inside.word == "inconclusive"
+    assert inside.text.endswith("; A/A resolves 3 %)")
+    assert judge(ratio(0.999, 1.001), resolution=0.03).word == "inconclusive", "equal is not said"
 
 
 def test_a_cold_time_below_the_streams_is_invalid_only_beyond_margin_and_interval():
