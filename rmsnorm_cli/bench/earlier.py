@@ -50,7 +50,8 @@ def load(name: str, runs_dir: Path, asking: Path | None = None) -> Earlier:
             f"bench.compare: {name} holds no times (its status is {info.status}); expected a finished run"
         )
     cells = summary["cells"]
-    return Earlier(info.dir, summary, block_times(history.read_records(info.dir), numbered(cells)), controls(cells))
+    with history.unaltered(info):
+        return Earlier(info.dir, summary, block_times(history.read_records(info.dir), numbered(cells)), controls(cells))
 
 
 def refuse_unlike(earlier: Earlier, here: Mapping[str, Any], across: bool) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rmsnorm_cli.bench.rows import STREAMS
 from rmsnorm_cli.results import Table
-from rmsnorm_cli.timing import Interval, duration
+from rmsnorm_cli.timing import Interval, duration, resolved
 
 Row = Mapping[str, Any]
 
@@ -59,7 +59,7 @@ def controls(summary: Mapping[str, Any]) -> str:
     """Say how the A/A controls of a run came out."""
     held = summary["controls"]
     coarse = held["tables"] - held["held"] - held["biased"]
-    more = f", {coarse} coarser (resolving {held['coarsest'] * 100:.2g} % or less)" if coarse else ""
+    more = f", {coarse} coarser (the coarsest resolves {resolved(held['coarsest'])})" if coarse else ""
     more += f", {held['biased']} biased" if held["biased"] else ""
     return (
         f"A/A controls: {held['held']} of {held['tables']} within {summary['protocol']['band'] * 100:g} %{more}; "
@@ -78,11 +78,11 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _remarks(table: Mapping[str, Any]) -> Iterator[str]:
     control = table["control"]
-    if control is not None and not control["held"]:
-        spent = f", after {table['seconds']:.1f} s and {table['blocks']} blocks" if table["out_of_time"] else ""
-        yield control["text"] + spent
+    spent = f", after {table['seconds']:.1f} s and {table['blocks']} blocks" if table["out_of_time"] else ""
     if table["unsaid"] is not None:
-        yield f"inconclusive: no comparison has a verdict ({table['unsaid']})"
+        yield f"inconclusive, nothing could be said: {table['unsaid']}{spent}"
+    elif control is not None and not control["held"]:
+        yield control["text"] + spent
     if table["warmup"]["unstable"]:
         yield f"still moving when the warm-up ended: {', '.join(table['warmup']['unstable'])}"
     if table["disturbed_blocks"]:

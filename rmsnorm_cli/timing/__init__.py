@@ -29,6 +29,7 @@ from rmsnorm_cli.timing.verdict import (
     figures,
     judge,
     limits,
+    resolved,
     suspect,
     void,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "limits",
     "mirrored",
     "paired_ratio",
+    "resolved",
     "run_session",
     "spread",
     "suspect",

@@ -37,7 +37,7 @@ def judge(
     lie beyond it, and nothing is called equal.
     """
     beyond = band if resolution is None else max(band, resolution)
-    beside = "" if resolution is None else f"; A/A resolves {_resolved(resolution)}"
+    beside = "" if resolution is None else f"; A/A resolves {resolved(resolution)}"
     if ratio.high < 1 - beyond:
         return Verdict("faster", f"faster {_times(ratio.inverse(), confidence)}{beside}", ratio)
     if ratio.low > 1 + beyond:
@@ -80,7 +80,7 @@ def control(ratio: Interval, band: float = BAND) -> Control:
     held = ratio.within(band)
     biased = ratio.low > 1 + band or ratio.high < 1 - band
     resolution = max(ratio.high - 1, 1 - ratio.low)
-    how = f"within {_percent(band)}" if held else "biased" if biased else f"resolves {_resolved(resolution)}"
+    how = f"within {_percent(band)}" if held else "biased" if biased else f"resolves {resolved(resolution)}"
     return Control(held, biased, resolution, f"A/A control {how}: {figures(ratio)} ({low}–{high})", ratio)
 
 
@@ -121,6 +121,14 @@ def duration(interval: Interval, ends: tuple[float, float] | None = None) -> str
     return f"{interval.estimate * scale:.{places}f} {unit}{beside}"
 
 
+def resolved(resolution: float) -> str:
+    """Write a resolution with two figures, rounded up: finer than it is would be a promise."""
+    if resolution >= 1:
+        return "no less than 100 %"
+    places = max(0, 1 - math.floor(math.log10(max(resolution, 1e-6) * 100)))
+    return f"{math.ceil(resolution * 100 * 10**places - 1e-9) / 10**places:g} %"
+
+
 def _times(speed: Interval, confidence: float) -> str:
     low, high = limits(speed)
     return f"{figures(speed)}× ({_percent(confidence)} interval {low}–{high})"
@@ -128,9 +136,3 @@ def _times(speed: Interval, confidence: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share * 100:g} %"
-
-
-def _resolved(resolution: float) -> str:
-    """Write a resolution with two figures, rounded up: finer than it is would be a promise."""
-    places = max(0, 1 - math.floor(math.log10(max(resolution, 1e-6) * 100)))
-    return f"{math.ceil(resolution * 100 * 10**places - 1e-9) / 10**places:g} %"
