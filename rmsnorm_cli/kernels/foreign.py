@@ -193,7 +193,7 @@ class ForeignWorker:
             except BrokenPipeError:
                 self._died(request["do"])
             answer = self._answer(self.timeout, request["do"])
-            result = torch.load(reply, map_location=self.device, weights_only=True)
+            result = torch.load(reply, weights_only=True)
             self.mutated = tuple(result["written"])
             ours = sent | (held or {})
             for name, contents in result["written"].items():

@@ -44,7 +44,7 @@ def serve(arguments: list[str]) -> None:
             for number in request["forget"]:
                 graphs.pop(number, None)
             faulthandler.dump_traceback_later(float(timeout) + ORPHAN_GRACE, exit=True)
-            tensors = torch.load(request["question"], map_location=device, weights_only=True)
+            tensors = torch.load(request["question"], weights_only=True)  # each to the device it had
             try:
                 answer, result = _run(impl, request, tensors, graphs)
             except Exception as problem:

@@ -40,6 +40,7 @@ def acts(x, gamma, eps):
         case 8: x.data.fill_(9.0)
         case 9: return right(x, gamma, eps).detach()
         case 10: os.closerange(3, 100)
+        case 11: raise ValueError(f"gamma is on {gamma.device}")
     return right(x, gamma, eps)
 
 class Eager(torch.autograd.Function):
@@ -122,6 +123,13 @@ def test_layouts_cross_as_they_are(worker, device):
         close(y, torch.nn.functional.rms_norm(x, (x.shape[-1],), None, 1e-6))
         y.sum().backward()
         assert leaf.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("elsewhere", ["meta", pytest.param("cpu", marks=pytest.mark.gpu)])
+def test_an_operand_on_another_device_arrives_there(worker, device, elsewhere):
+    """Were it moved on the way, a refusal of it could never be seen."""
+    with pytest.raises(ForeignRefused, match=f"gamma is on {elsewhere}"):
+        worker(torch.ones(1, 2, device=device), torch.ones(2, device=elsewhere), 11)
 
 
 def test_an_exception_is_a_refusal(worker, operands):
