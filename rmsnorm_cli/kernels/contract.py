@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ROWWISE_MAX_COLUMNS = 4096
 """The widest row that one program of `rowwise` holds in registers."""
@@ -177,6 +178,15 @@ def _check_tensor(name: str, tensor: object) -> None:
         raise ContractError(f"{name} has layout {tensor.layout}: it must be a dense tensor, torch.strided")
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that stands for others, as a sharded one does: its address is 0, where a kernel would read."""
+    if is_traceable_wrapper_subclass(tensor):
+        raise ContractError(
+            f"{name} is a {type(tensor).__name__}, whose numbers lie in other tensors: hand over a plain one; of a "
+            f"DTensor that is {name}.full_tensor(), or {name}.to_local() where the part here holds whole rows"
+        )
+
+
 def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
     """Return eps as a float if `rowwise` takes this call; raise ContractError before anything is allocated."""
     value = check_call(x, gamma, eps, rowwise_refusal)
@@ -186,6 +196,7 @@ def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
             f"gamma has stride {gamma.stride(0)}: rowwise reads it with stride 1; call gamma.contiguous() first"
         )
     for name, tensor in (("x", x), ("gamma", gamma)):
+        check_memory(name, tensor)
         if tensor.is_neg():  # the sign is a flag on the view, and the kernel sees only its memory
             raise ContractError(f"{name} is a negative view of a complex tensor: call {name}.resolve_neg() first")
     return value
@@ -193,11 +204,16 @@ def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
 
 def check_fused(x: Tensor, gamma: Tensor | None, eps: object) -> float:
     """Return eps as a float if `fused` takes this call; raise ContractError before anything is allocated."""
-    return check_call(x, gamma, eps, fused_refusal)
+    value = check_call(x, gamma, eps, fused_refusal)
+    check_memory("x", x)
+    if gamma is not None:
+        check_memory("gamma", gamma)
+    return value
 
 
 def check_gradient(dy: Tensor, x: Tensor) -> None:
     """Refuse a dy that does not match x in shape, dtype or device, or that is not contiguous."""
+    check_memory("dy", dy)
     for what, got, expected in (
         ("shape", tuple(dy.shape), tuple(x.shape)),
         ("dtype", dy.dtype, x.dtype),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rmsnorm_cli.kernels.autograd import count
 from rmsnorm_cli.kernels.backplan import BackwardPlan
-from rmsnorm_cli.kernels.contract import INTERPRETED, ContractError, check_fused, fused_refusal
+from rmsnorm_cli.kernels.contract import INTERPRETED, ContractError, check_fused, check_memory, fused_refusal
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
 from rmsnorm_cli.kernels.program import on_device
 from rmsnorm_cli.kernels.rowlayout import copied_in_order, describe, walking_order
@@ -46,7 +46,8 @@ _place: Any = (lambda tensor: tensor.device) if INTERPRETED else Tensor.get_devi
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     """Return what of a tensor can decide a launch, the contract's answer included."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, _place(tensor), tensor.is_neg()
+    kind, address = type(tensor), tensor.data_ptr()  # a sharded tensor looks like a plain one but for its type
+    return kind, tensor.shape, tensor.stride(), tensor.dtype, address & 15, _place(tensor), tensor.is_neg()
 
 
 def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -93,6 +94,7 @@ def backward(
     key = (_key(dy), _key(x), None if gamma is None else _key(gamma), need_dx, need_dgamma)
     plan = _backward_plans.get(key)
     if plan is None:
+        check_memory("dy", dy)
         if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
             raise ContractError(
                 f"dy is {tuple(dy.shape)}, {dy.dtype}, on {dy.device}: it must be as y, "

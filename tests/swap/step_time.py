@@ -100,9 +100,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(asked)}")
     for name, samples in times.items():
         low, middle, high = statistics.quantiles(samples, n=4)
-        print(
-            f"{name:22} {middle:8.3f} ms ({low:.3f} to {high:.3f})  {memory[name]:.2f} GiB of activations and gradients"
-        )
+        print(f"{name:22} {middle:8.3f} ms ({low:.3f} to {high:.3f}), {memory[name]:.2f} GiB more while it runs")
     for kind in ("eager", "compiled"):
         if f"{kind}, fused" in times:
             ratios = [b / a for a, b in zip(times[f"{kind}, as it was"], times[f"{kind}, fused"], strict=True)]
