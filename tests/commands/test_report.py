@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from rmsnorm_cli.bench import rows, tables
+from rmsnorm_cli.bench import rows, summary, tables
 from rmsnorm_cli.commands import report as command
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError
@@ -66,7 +66,6 @@ def cell_of(M, N, dtype, perimeters, rng):
 def bench_summary(shapes=SHAPES, perimeters=("forward", "backward"), dtypes=("float32", "float16")):
     rng = np.random.default_rng(0)
     cells = [cell_of(M, N, dtype, perimeters, rng) for M, N in shapes for dtype in dtypes]
-    controls = [table["control"] for cell in cells for table in cell["tables"]]
     return {
         "gpu": True,
         "card": "NVIDIA H200",
@@ -75,16 +74,12 @@ def bench_summary(shapes=SHAPES, perimeters=("forward", "backward"), dtypes=("fl
         "clock": "CUDA events",
         "protocol": {
             "samples": 50, "calls": 20, "warmup": 20, "bootstrap": 10_000, "confidence": 0.99, "band": 0.01,
-            "rotation": 3, "floor_margin": 0.05,
+            "rotation": 3, "floor_margin": 0.05, "seconds": 5.0,
         },
         "baselines": ["torch", "reference"],
         "cells": cells,
         "overall": rows.overall(cells, ["torch", "reference"]),
-        "controls": {
-            "tables": len(controls),
-            "held": sum(c["held"] for c in controls),
-            "hold_1": sum(c["holds_1"] for c in controls),
-        },
+        "controls": summary.controls(cells),
         "slower": [],
         "compared": None,
         "limits": list(tables.LIMITS),
@@ -215,8 +210,8 @@ def run_of(tmp_path_factory):
     @functools.cache
     def make(name):
         folder = tmp_path_factory.mktemp(name)
-        summary, records = (made() for made in SUMMARIES[name])
-        where = made_run(folder, f"20261129T210000Z-{name}", name, summary=summary, records=records)
+        found, records = (made() for made in SUMMARIES[name])
+        where = made_run(folder, f"20261129T210000Z-{name}", name, summary=found, records=records)
         outcome = command.report([where.name], None, folder, Console(quiet=True))
         return where, outcome, (where / "report.html").read_text(encoding="utf-8")
 

@@ -70,7 +70,7 @@ def test_a_control_wider_than_the_band_says_what_it_resolves_and_one_beyond_it_t
     aside = control(ratio(1.0101, 1.03))
     assert (aside.held, aside.biased) == (False, True)
     assert aside.text == "A/A control biased: 1.020 (1.010–1.030)"
-    assert control(ratio(0.4, 2.3)).text == "A/A control resolves no less than 100 %: 1 (0–2)"
+    assert control(ratio(0.4, 2.3)).text == "A/A control resolves no less than 100 %: 1.3 (0.4–2.3)"
     assert control(ratio(0.97, 0.9899)).biased
     assert not control(ratio(1.0099, 1.03)).biased
 
