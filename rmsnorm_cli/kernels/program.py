@@ -81,12 +81,11 @@ class Program:
         scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
         if triton.__version__.startswith(DIRECT) and torch.version.hip is None and scratch == [0, 0]:
             # The C function behind the launcher, without the Python that asks for scratch: 3 µs less.
-            self._call = launcher.launch
-            together = launcher.launch_cooperative_grid, launcher.launch_pdl
+            call, together = launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl)
             self._middle = (function, *together, None, None, metadata, None, None, None)
         else:
-            self._call = launcher
-            self._middle = (function, metadata, None, None, None)
+            call, self._middle = launcher, (function, metadata, None, None, None)
+        self._call = call  # last: another thread launches as soon as it is there
 
 
 def on_device(x: Tensor) -> Any:
