@@ -6,12 +6,12 @@ must tell apart, here and now.
 
 from collections.abc import Collection
 
-from rmsnorm_cli.gates import contract, declared, determinism, exact, identities, memory, rounding, wiring
+from rmsnorm_cli.gates import contract, declared, determinism, exact, fit, identities, memory, rounding, wiring
 from rmsnorm_cli.gates.diagnose import diagnose
 from rmsnorm_cli.gates.gate import Gate
 from rmsnorm_cli.gates.summary import scopes
 
-GATES: tuple[Gate, ...] = (contract, memory, exact, declared, rounding, identities, wiring, determinism)
+GATES: tuple[Gate, ...] = (contract, memory, exact, declared, rounding, fit, identities, wiring, determinism)
 
 
 def selected(only: Collection[str]) -> tuple[Gate, ...]:

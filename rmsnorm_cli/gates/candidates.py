@@ -234,6 +234,12 @@ def _cut(values: Tensor) -> Tensor:
     return (values.view(torch.int32) & -8192).view(torch.float32)
 
 
+def _without_small_squares(x: Tensor, eps: float) -> Tensor:
+    """Return rstd from squares of which those that float16 holds no number for, below 2^-25, are lost."""
+    squares = x.square()
+    return (torch.where(squares < 2**-25, 0, squares).mean(-1, True) + eps).rsqrt()
+
+
 def in_half(parts: Parts) -> Callable[[], Norm]:
     """Return a maker of a norm that is made of `parts` where x is float16, and right elsewhere."""
     norms = {True: parts.norm(), False: RIGHT.norm()}
@@ -255,6 +261,7 @@ MEAN_OVER_ROWS = replace(RIGHT, dgamma=lambda x, r, dy: (dy * x * r).mean(0))
 NO_SECOND_TERM = replace(RIGHT, dx=lambda x, r, u: r * u)
 CUT = replace(RIGHT, y=lambda x, r, gamma: _cut(x * r * gamma))
 PARTIALS_IN_HALF = replace(RIGHT, dgamma=lambda x, r, dy: (dy * x * r).half().float().sum(0))
+SQUARES_LOST = replace(RIGHT, rstd=_without_small_squares)
 UNWATCHED = replace(RIGHT, watched=False)
 DY_CHANGED = replace(RIGHT, backward_end=_spoil("dy", lambda dy: dy.mul_(2)))
 PAST_THE_END = replace(RIGHT, forward_end=_spoil("y", _write_behind))

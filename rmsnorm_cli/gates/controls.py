@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.errors import VerifierUntrusted
-from rmsnorm_cli.gates import candidates, contract, declared, determinism, exact, identities, memory, rounding, wiring
+from rmsnorm_cli.gates import (
+    candidates,
+    contract,
+    declared,
+    determinism,
+    exact,
+    fit,
+    identities,
+    memory,
+    rounding,
+    wiring,
+)
 from rmsnorm_cli.gates.candidates import Norm
 from rmsnorm_cli.gates.gate import Gate, Tolerances
 from rmsnorm_cli.gates.refusals import questions
@@ -62,6 +73,9 @@ CONTROLS: tuple[Control, ...] = (
     Control("divided by the padded block", candidates.PADDED.norm, exact.NAME),
     Control("float16 cut, not rounded", candidates.in_half(candidates.CUT), rounding.NAME),
     Control("dgamma summed from float16", candidates.in_half(candidates.PARTIALS_IN_HALF), rounding.NAME),
+    Control("small squares lost in float16", candidates.in_half(candidates.SQUARES_LOST), fit.NAME),
+    Control("llama, judged as if it rounded once", _as(candidates.llama), fit.NAME),
+    Control("gemma, judged as if by gamma alone", _as(candidates.gemma), fit.NAME),
     Control("last row unwritten", _as(candidates.row_unwritten), memory.NAME),
     Control("written past the end", candidates.PAST_THE_END.norm, memory.NAME),
     Control("input overwritten", _as(candidates.in_place), memory.NAME),
@@ -136,6 +150,10 @@ def _rounded(seed: int) -> list[Any]:
     return [cases.case(shape, dtype, name, 1e-6, seed) for shape, dtype, name in asked]
 
 
+def _graded(seed: int) -> list[Any]:
+    return [cases.case((8, 257), dtype, "graded", 1e-6, seed) for dtype in ("float32", "float16")]
+
+
 def _repeated(seed: int) -> list[Any]:
     return [determinism.Repeated(cases.case((65, 33), "float16", "spread", 1e-6, seed), 3)]
 
@@ -150,6 +168,7 @@ QUESTIONS: dict[str, tuple[Gate, Callable[[int], list[Any]]]] = {
     exact.NAME: (exact, _exact),
     declared.NAME: (declared, _numeric),
     rounding.NAME: (rounding, _rounded),
+    fit.NAME: (fit, _graded),
     identities.NAME: (identities, _one),
     wiring.NAME: (wiring, _one),
     determinism.NAME: (determinism, _repeated),

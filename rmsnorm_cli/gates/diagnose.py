@@ -1,7 +1,7 @@
-"""What the pattern of failures over all cases of an implementation points to, in one sentence a scope."""
+"""What the failures of an implementation point to over all its cases: their pattern, and what it really used."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rmsnorm_cli.results import CaseResult, Scope
 
@@ -15,14 +15,24 @@ Facts = Callable[[CaseResult], bool]
 
 
 def diagnose(results: Iterable[CaseResult]) -> str:
-    """Return what the failures of one implementation have in common, "" if nothing failed.
+    """Return what the failures of one implementation have in common, and what it really used; "" if nothing failed.
 
-    `results` are those of the declared tolerance gate; other gates' are passed over.
+    The first is the pattern over the cases of the declared tolerance, the second what the fit has read off the results.
     """
+    results = list(results)
     judged = [result for result in results if result.status in ("passed", "failed") and "distribution" in result.extra]
     by_scope = {scope: [result for result in judged if result.scope == scope] for scope in NUMERIC}
     failing = [scope for scope in NUMERIC if any(result.status == "failed" for result in by_scope[scope])]
-    return "\n".join(_of_scope(scope, by_scope[scope], failing) for scope in failing)
+    return "\n".join([*(_of_scope(scope, by_scope[scope], failing) for scope in failing), *_read_off(results)])
+
+
+def _read_off(results: Iterable[CaseResult]) -> Iterator[str]:
+    """Yield what most failed fits of a scope say was really used, and what the next most say."""
+    failed = [result for result in results if result.status == "failed" and "read" in result.extra]
+    for scope in NUMERIC:
+        said = Counter(result.extra["read"] for result in failed if result.scope == scope)
+        if said:
+            yield f"{scope}, read off the results: {'; elsewhere '.join(text for text, _ in said.most_common(2))}"
 
 
 def _of_scope(scope: Scope, results: Sequence[CaseResult], failing: Sequence[Scope]) -> str:

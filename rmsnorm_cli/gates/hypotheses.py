@@ -79,18 +79,33 @@ FORWARD: dict[str, Callable[[Terms], Tensor]] = {
     "a mean is subtracted: that is LayerNorm": lambda t: (
         t.gamma * (t.x - _mean(t.x)) * (t.m - _mean(t.x) ** 2 + t.eps).rsqrt()
     ),
+    "the variance takes the place of the mean square": lambda t: (
+        t.gamma * t.x * (t.m - _mean(t.x) ** 2 + t.eps).rsqrt()
+    ),
+    "only the first half of the columns is summed": lambda t: (
+        t.gamma * t.x * (t.x[:, : t.N // 2].square().sum(-1, keepdim=True) / t.N + t.eps).rsqrt()
+    ),
+    "the padding lanes are counted as ones": lambda t: t.gamma * t.x * (t.m + t.B / t.N - 1 + t.eps).rsqrt(),
     "eps is left out": lambda t: t.gamma * t.x * t.m.rsqrt(),
     "eps is added outside the root": lambda t: t.gamma * t.x / (t.m.sqrt() + t.eps),
     "eps is added to the sum, not to the mean": lambda t: t.gamma * t.x * (t.m + t.eps / t.N).rsqrt(),
     "max(mean square, eps) instead of their sum": lambda t: t.gamma * t.x * t.m.clamp(min=t.eps).rsqrt(),
     "eps is ten times too large": lambda t: t.gamma * t.x * (t.m + 10 * t.eps).rsqrt(),
+    "eps is multiplied by the largest x² of the row": lambda t: (
+        t.gamma * t.x * (t.m + t.eps * t.x.abs().amax(-1, keepdim=True) ** 2).rsqrt()
+    ),
     "the root is multiplied, not its reciprocal": lambda t: t.gamma * t.x * (t.m + t.eps).sqrt(),
-    "the mean of |x| instead of the root of the mean square": lambda t: t.gamma * t.x / (_mean(t.x.abs()) + t.eps),
+    "the mean of |x| instead of the root of the mean square": lambda t: (
+        t.gamma * t.x * (_mean(t.x.abs()) ** 2 + t.eps).rsqrt()
+    ),
     "gamma is ignored": lambda t: t.xhat,
     "gamma is applied twice": lambda t: t.gamma**2 * t.xhat,
     "1 + gamma instead of gamma": lambda t: (1 + t.gamma) * t.xhat,
     "gamma is read one column off": lambda t: t.gamma.roll(1) * t.xhat,
-    "the sign of x is lost": lambda t: (t.gamma * t.xhat).abs(),
+    "gamma is read one column off, from the next": lambda t: t.gamma.roll(-1) * t.xhat,
+    "gamma is rounded to bfloat16": lambda t: t.gamma.bfloat16().double() * t.xhat,
+    "the sign of x is lost": lambda t: t.gamma * t.xhat.abs(),
+    "the sign of y is lost": lambda t: (t.gamma * t.xhat).abs(),
     "rstd of the first row is used for every row": lambda t: t.gamma * t.x * t.r[:1],
     "y is zero everywhere": lambda t: torch.zeros_like(t.x),
 }
@@ -106,6 +121,7 @@ DX: dict[str, Callable[[Terms], Tensor]] = {
     "rstd³ has lost two powers: rstd": lambda t: t.r * t.u - t.xhat * _mean(t.u * t.x),
     "the outer rstd is missing": lambda t: t.u - t.xhat * t.c,
     "gamma is missing in mean(u·x)": lambda t: t.r * (t.u - t.xhat * _mean(t.dy * t.xhat)),
+    "y takes the place of x̂ in the second term": lambda t: t.r * (t.u - t.gamma * t.xhat * t.c),
     "gamma is missing in the first term": lambda t: t.r * (t.dy - t.xhat * t.c),
     "gamma is missing in dx altogether": lambda t: t.r * (t.dy - t.xhat * _mean(t.dy * t.xhat)),
     "gamma is applied twice": lambda t: t.r * (t.gamma * t.u - t.xhat * _mean(t.gamma * t.u * t.xhat)),

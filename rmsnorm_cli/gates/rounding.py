@@ -19,7 +19,7 @@ from rmsnorm_cli.gates.identities import TRUNCATED
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
-from rmsnorm_cli.judging.budget import Budget, Measure, against_eager, budget, of_gradient, of_y
+from rmsnorm_cli.judging.budget import Budget, Measure, against_eager, budget, cut, of_gradient, of_y
 from rmsnorm_cli.judging.numerics import compare
 from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.judging.tolerances import Tolerance
@@ -88,10 +88,9 @@ def cut_by_the_interpreter(asked: Asked, got: Answer, want: Oracle) -> bool:
     """
     if not asked.impl.isolated or asked.execution != "cpu" or asked.question.dtype != "bfloat16" or got.y is None:
         return False
-    nearest = want.y.to(torch.bfloat16)
-    outward = nearest.double().abs() > want.y.abs()
-    cut = torch.where(outward, (nearest.view(torch.int16) - 1).view(torch.bfloat16), nearest)
-    return got.y.shape == cut.shape and got.y.dtype == cut.dtype and float((got.y == cut).double().mean()) > 0.95
+    stored = cut(want.y, torch.bfloat16)
+    same = got.y.shape == stored.shape and got.y.dtype == stored.dtype
+    return same and float((got.y == stored).double().mean()) > 0.95
 
 
 def _eager(impl: "Implementation", inputs: Inputs, eps: float) -> Answer | None:

@@ -55,6 +55,17 @@ def _spread(case: Case, generator: Generator) -> Tensor:
     return _normal(case, generator) * 10.0 ** exponents[:, None]
 
 
+def _graded(case: Case, generator: Generator) -> Tensor:
+    """Rows whose rms runs in even steps from 0.3 √eps, where eps is most of what is under the root, to 30.
+
+    In float16 not below 1e-4, so that dx, which grows as 1/rms, stays finite.
+    """
+    root = math.sqrt(case.eps)
+    low, high = max(0.3 * root, 1e-4 if case.dtype == "float16" else 0.0), 30 * max(root, 1)
+    exponents = torch.linspace(math.log10(low), math.log10(high), case.M, dtype=torch.float64)
+    return _normal(case, generator) * 10.0 ** exponents[torch.randperm(case.M, generator=generator), None]
+
+
 def _scaled(rms: float) -> Callable[[Case, Generator], Tensor]:
     return lambda case, generator: _normal(case, generator) * rms
 
@@ -163,6 +174,7 @@ def _stalling(case: Case, generator: Generator, x: Tensor, gamma: Tensor) -> Ten
 
 _X: dict[str, Callable[[Case, Generator], Tensor]] = {
     "spread": _spread,
+    "graded": _graded,  # of the fit gate, which regresses rows: not among the distributions that can be named
     "tiny": _scaled(1e-3),
     "aligned": _normal,
     "offset": _offset,
@@ -177,6 +189,7 @@ _X: dict[str, Callable[[Case, Generator], Tensor]] = {
     "normal": _normal,
 }
 _GAMMA: dict[str, Callable[[Case, Generator], Tensor]] = {
+    "graded": _nonzero_weights,
     "aligned": _nonzero_weights,
     "parallel": _nonzero_weights,
     "exact": _powers_of_two,
@@ -184,6 +197,7 @@ _GAMMA: dict[str, Callable[[Case, Generator], Tensor]] = {
     "normal": _all_one_weights,
 }
 _DY: dict[str, Callable[[Case, Generator, Tensor, Tensor], Tensor]] = {
+    "graded": _aligned,
     "aligned": _aligned,
     "parallel": _parallel,
     "exact": _exact,

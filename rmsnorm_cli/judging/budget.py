@@ -145,6 +145,13 @@ def against_eager(name: str, got: Tensor, eager: Tensor, want: Tensor, bound: Bo
     ]
 
 
+def cut(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float64 values in a 16-bit dtype, cut towards zero where they should be rounded."""
+    nearest = values.to(dtype)
+    outward = nearest.double().abs() > values.abs()
+    return torch.where(outward, (nearest.view(torch.int16) - 1).view(dtype), nearest)
+
+
 def inner_roundoff(dtype: torch.dtype) -> float:
     """Return the unit roundoff of the arithmetic between load and store: float64's for float64, else float32's."""
     return 2.0**-53 if dtype == torch.float64 else U32

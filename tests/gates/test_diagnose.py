@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rmsnorm_cli.gates import candidates, declared
+from rmsnorm_cli.gates import candidates, declared, fit
 from rmsnorm_cli.gates.candidates import RIGHT
 from rmsnorm_cli.gates.diagnose import diagnose
 from rmsnorm_cli.inputs import cases
@@ -59,6 +59,17 @@ def test_eps_left_out_points_to_small_rows(said):
     text = said(replace(RIGHT, rstd=lambda x, eps: x.square().mean(-1, True).rsqrt()).norm())
     assert "eps" in text
     assert "only rows of tiny, zero or mixed rms" in text
+
+
+def test_what_was_really_used_is_told_beside_the_pattern(ask, impl):
+    questions = [(declared, case) for case in PLAN[:40]]
+    questions += [(fit, cases.case(shape, "float32", "graded", 1e-6, 0)) for shape in ((8, 257), (24, 1000), (8, 256))]
+    padded = impl(candidates.PADDED.norm())
+    lines = diagnose(verdict for gate, case in questions for verdict in ask(gate, padded, case)).splitlines()
+    read = next(line for line in lines if line.startswith("forward, read off the results: "))
+    assert "the mean square is divided by 512 instead of 257" in read
+    assert "elsewhere the mean square is divided by 1024 instead of 1000" in read
+    assert any(line.startswith("dx, read off the results: dx is right for the rstd that y was made") for line in lines)
 
 
 def test_no_normalisation_is_named(said):
