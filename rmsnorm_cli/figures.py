@@ -53,84 +53,82 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Point:
-    """A time with its limits, all in seconds: 99 % interval of the median, 10th and 90th percentile."""
+    """A value with the limits of its interval and, where it has one, its dispersion, of one series at one place."""
 
     where: str
     series: str
-    median: float
+    value: float
     low: float
     high: float
-    p10: float
-    p90: float
+    spread: tuple[float, float] | None = None
 
 
 def latency(
     name: str, caption: str, title: str, panels: Mapping[str, Sequence[Point]], series: Sequence[str]
 ) -> Drawing:
-    """Draw times on a log axis, shapes downwards; thick: interval of the median, thin: 10th to 90th percentile.
+    """Draw times in µs on a log axis, shapes downwards; thick: interval of the median, thin: 10th to 90th percentile.
 
-    `series` gives every implementation its colour, whether it is in this figure or not.
+    `series` gives every implementation its colour, whether it is in this figure or not; each has a line of its own.
     """
-    wheres = {key: list(dict.fromkeys(point.where for point in points)) for key, points in panels.items()}
-    rows = {key: max(1, len(names)) for key, names in wheres.items()}
-    step = 0.1 * len(series) + 0.14  # inches of one shape
     with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            figsize=(WIDTH, 1.1 + sum(step * count + 0.45 for count in rows.values())), layout="constrained"
-        )
-        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=list(rows.values()))[:, 0]
-        for axis, (key, points) in zip(axes, panels.items(), strict=True):
-            names = wheres[key]
+        figure, axes = downwards(panels, 0.085 * len(series) + 0.1)
+        for axis, (_, points, names) in axes:
             for point in points:
                 i = series.index(point.series)
                 y = names.index(point.where) + (i - (len(series) - 1) / 2) * 0.8 / max(1, len(series))
-                colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
-                axis.hlines(y, point.p10 * 1e6, point.p90 * 1e6, color=colour, linewidth=1)
-                axis.hlines(y, point.low * 1e6, point.high * 1e6, color=colour, linewidth=3.5)
-                axis.plot(point.median * 1e6, y, mark, color=colour, markersize=4.5)
-            axis.set_yticks(range(len(names)), names)
-            axis.set_ylim(len(names) - 0.5, -0.5)
-            for between in range(1, len(names)):
-                axis.axhline(between - 0.5, color=INK, alpha=0.15, linewidth=0.8)
+                colour = COLOURS[i % len(COLOURS)]
+                if point.spread is not None:
+                    axis.hlines(y, *point.spread, color=colour, linewidth=1)
+                axis.hlines(y, point.low, point.high, color=colour, linewidth=3.5)
+                axis.plot(point.value, y, MARKS[i % len(MARKS)], color=colour, markersize=4.5)
             axis.set_xscale("log")
-            axis.set_title(key, loc="left")
-            axis.grid(axis="x")
-        axes[-1].set_xlabel("µs a call (log)")
-        plain_ticks(axes[-1].xaxis)
+        limits = [axis.get_xlim() for axis, _ in axes]
+        for axis, _ in axes:
+            axis.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+            plain_ticks(axis.xaxis)
+        axes[-1][0].set_xlabel("µs a call (log)")
         headed(figure, title, series)
     return Drawing(name, caption, figure)
 
 
 def shares(
-    name: str,
-    caption: str,
-    title: str,
-    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]],
-    series: Sequence[str],
+    name: str, caption: str, title: str, panels: Mapping[str, Sequence[Point]], series: Sequence[str]
 ) -> Drawing:
-    """Draw panel -> series -> shape -> (share, low, high) of a plain stream's speed; shapes in the order of their N."""
-    wheres = {key: list(dict.fromkeys(w for found in lines.values() for w in found)) for key, lines in panels.items()}
+    """Draw shares of a plain stream's speed in percent, shapes downwards, the stream itself at 100."""
+    furthest = max([108.0, *(point.high + 4 for points in panels.values() for point in points)])
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 0.8 + 2.5 * len(panels)), layout="constrained")
-        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-        for axis, (key, lines) in zip(axes, panels.items(), strict=True):
-            names = wheres[key]
+        figure, axes = downwards(panels, 0.3)
+        for axis, (_, points, names) in axes:
             for i, line in enumerate(series):
-                found = [(names.index(where), *values) for where, values in lines.get(line, {}).items()]
-                if not found:
-                    continue
-                x, y, low, high = (list(column) for column in zip(*sorted(found), strict=True))
-                style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[i % len(MARKS)], "markersize": 4.5}
-                axis.plot(x, [100 * v for v in y], linewidth=1, **style)
-                axis.vlines(x, [100 * v for v in low], [100 * v for v in high], color=style["color"], linewidth=3)
-            axis.axhline(100, color=INK, linewidth=1, linestyle="--")
-            axis.set_xticks(range(len(names)), names)
-            axis.set_ylim(0, max(108.0, *(100 * v[0] + 6 for line in lines.values() for v in line.values())))
-            axis.set_ylabel("% of the stream's speed")
-            axis.set_title(key, loc="left")
-            axis.grid(axis="y")
-        headed(figure, title, series, ("measured ceiling: the plain stream",))
+                mine = [point for point in points if point.series == line]
+                style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[i % len(MARKS)], "markersize": 5}
+                y = [names.index(point.where) for point in mine]
+                axis.plot([point.value for point in mine], y, linewidth=0.8, **style)
+                axis.hlines(y, [p.low for p in mine], [p.high for p in mine], color=style["color"], linewidth=3)
+            axis.axvline(100, color=INK, linewidth=1, linestyle="--")
+            axis.set_xlim(0, furthest)
+        axes[-1][0].set_xlabel("% of the stream's speed")
+        headed(figure, title, series, ("the plain stream",))
     return Drawing(name, caption, figure)
+
+
+def downwards(
+    panels: Mapping[str, Sequence[Point]], step: float
+) -> tuple[Figure, list[tuple[Any, tuple[str, Sequence[Point], list[str]]]]]:
+    """Return a figure with an axis for each panel, its places downwards, as a phone scrolls, `step` inches each."""
+    named = [(key, points, list(dict.fromkeys(point.where for point in points))) for key, points in panels.items()]
+    rows = [max(1, len(names)) for _, _, names in named]
+    figure = Figure(figsize=(WIDTH, 1.5 + sum(step * count + 0.55 for count in rows)), layout="constrained")
+    axes = figure.subplots(len(named), 1, squeeze=False, height_ratios=[step * count + 0.1 for count in rows])[:, 0]
+    for axis, (key, _, names) in zip(axes, named, strict=True):
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.tick_params(axis="y", length=0)
+        for between in range(1, len(names)):
+            axis.axhline(between - 0.5, color=INK, alpha=0.15, linewidth=0.8)
+        axis.set_title(key, loc="left")
+        axis.grid(axis="x")
+    return figure, list(zip(axes, named, strict=True))
 
 
 def errors(
@@ -190,17 +188,19 @@ def losses(
             for path, values in lines.items():
                 i = series.index(path)
                 steps = range(1, len(values) + 1)
-                thin = 0.8 if path.startswith("seed") else 1.4
-                axis.plot(steps, values, color=COLOURS[i % len(COLOURS)], linewidth=thin)
+                # the first is the reference, on which the others may lie: they must not hide it
+                width = 4.0 if i == 0 else 0.8 if path.startswith("seed") else 1.4
+                axis.plot(steps, values, color=COLOURS[i % len(COLOURS)], linewidth=width)
             axis.set_yscale("log")
             axis.grid()
+        plain_ticks(above.yaxis)
         below.fill_between(range(1, len(envelope) + 1), envelope, step="mid", color=INK, alpha=0.18, linewidth=0)
         below.plot(range(1, len(limit) + 1), limit, color=INK, linewidth=1, linestyle="--")
         above.set_ylabel("training loss")
         below.set_ylabel("|loss − reference's|")
         below.set_xlabel("step")
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
-        headed(figure, title, series, ("the limit", "grey: one rounding (twins)"))
+        headed(figure, title, series, ("the limit", "grey: one rounding (twins)"), marked=False)
     return Drawing(name, caption, figure)
 
 
@@ -233,22 +233,36 @@ def matrix(
     return Drawing(name, caption, figure)
 
 
-def headed(figure: Figure, title: str, series: Sequence[str], lines: Sequence[str] = ()) -> None:
-    """Give a figure its title and, under the axes, a legend of series and of dashed or grey lines."""
+def headed(
+    figure: Figure, title: str, series: Sequence[str], lines: Sequence[str] = (), *, marked: bool = True
+) -> None:
+    """Give a figure its title and, under it and outside of the axes, a legend of series, dashed and grey lines."""
     from matplotlib.lines import Line2D
 
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     handles = [
         Line2D(
-            [], [], color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], markersize=4.5, linewidth=1, label=s
+            *([], []),
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKS[i % len(MARKS)] if marked else "",
+            markersize=4.5,
+            linewidth=1 if marked else 2,
+            label=line,
         )
-        for i, s in enumerate(series)
+        for i, line in enumerate(series)
     ]
     for line in lines:
         style = {"linewidth": 6, "alpha": 0.18} if line.startswith("grey") else {"linestyle": "--", "linewidth": 1}
         handles.append(Line2D([], [], color=INK, label=line.removeprefix("grey: "), **style))
-    if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(3, len(handles)), fontsize=8)
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=max(1, min(4 if max(map(len, series), default=0) < 12 else 2, len(handles))),
+        fontsize=8,
+        title=title,
+        title_fontsize=10,
+        alignment="left",
+        borderaxespad=0.2,
+    )
 
 
 def plain_ticks(axis: Axis) -> None:

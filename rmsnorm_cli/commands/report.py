@@ -35,7 +35,10 @@ def report(runs: list[str], output: Path | None, runs_dir: Path, console: "Conso
         folder.mkdir(parents=True, exist_ok=True)
     drawn: list[str] = []
     several = len(found) > 1
-    sections = [part for info in found for part in _section(info, folder, several, drawn)]
+    sections: list[Any] = []
+    for info in found:
+        with history.unaltered(info):
+            sections += _section(info, folder, several, drawn)
     title = f"rmsnorm {found[0].command}: {found[0].dir.name}" if not several else f"rmsnorm: {len(found)} runs"
     head = [html.element("h1", title)]
     if several:
@@ -79,7 +82,8 @@ def _section(info: RunInfo, folder: Path, several: bool, drawn: list[str]) -> "I
         yield html.element("p", why, class_="failed")
         return
     module = importlib.import_module(f"rmsnorm_cli.page.{info.command}")
-    parts = module.parts(summary, history.read_records(info.dir))
+    device = (info.facts.get("device") or {}).get("name", "")
+    parts = module.parts({**summary, "device": device}, history.read_records(info.dir))
     for is_drawing, group in groupby(parts, key=lambda part: isinstance(part, figures.Drawing)):
         if not is_drawing:
             yield from group

@@ -1,5 +1,6 @@
 """A run of `bench` on the page: latency with intervals, share of the measured ceiling, tables, what has no number."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def parts(summary: Summary, records: list[dict[str, Any]]) -> Iterator[Markup | 
     missing = list(_unmeasured(summary))
     if missing:
         yield html.element("h3", "Without a number")
-        yield html.table(Table("rows without a number", ("implementation", "why", "where"), tuple(missing)))
+        yield html.element("ul", missing)
     yield html.element("h3", "Latency")
     yield from _latency(summary)
     if summary["gpu"]:
@@ -52,17 +53,28 @@ def _titled(table: Table) -> Iterator[Markup]:
     yield html.table(table)
 
 
-def _unmeasured(summary: Summary) -> Iterator[tuple[str, str, str]]:
-    """Yield implementation, reason and places, the places of one reason together."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _unmeasured(summary: Summary) -> Iterator[Markup]:
+    """Yield implementation, reason and places; reasons that differ in their numbers alone are told once."""
+    places: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    said: dict[tuple[str, str, str], list[str]] = {}
     for cell in summary["cells"]:
         for table in cell["tables"]:
             for row in table["rows"]:
                 if row["status"] != "passed":
-                    where = found.setdefault((row["impl"], f"{row['status']}: {row['detail']}"), [])
-                    where.append(f"{cell['cell']} {table['perimeter']}")
-    for (impl, why), where in found.items():
-        yield impl, why, ", ".join(dict.fromkeys(where))
+                    kind = (row["impl"], row["status"], re.sub(r"[0-9]+", "0", row["detail"]))
+                    said.setdefault(kind, []).append(row["detail"])
+                    places.setdefault(kind, {}).setdefault(cell["cell"], []).append(table["perimeter"])
+    for kind, cells in places.items():
+        (impl, status, _), reasons = kind, list(dict.fromkeys(said[kind]))
+        alike = ", and the like" if len(reasons) > 1 else ""
+        perimeters = {cell: ", ".join(dict.fromkeys(found)) for cell, found in cells.items()}
+        by_perimeter = [
+            f"{found}: {', '.join(cell for cell in cells if perimeters[cell] == found)}"
+            for found in dict.fromkeys(perimeters.values())
+        ]
+        word = html.element("span", status, class_=f"status {status}")
+        where = html.element("div", "; ".join(by_perimeter), class_="soft")
+        yield html.element("li", [html.element("strong", impl), " ", word, f": {reasons[0]}{alike}", where])
 
 
 def _kinds(summary: Summary) -> list[tuple[str, str, str]]:
@@ -90,16 +102,16 @@ def _latency(summary: Summary) -> Iterator[Drawing]:
         perimeter, measure, cache = kind
         panels: dict[str, list[Point]] = {}
         for cell, _, row in _rows(summary, kind):
-            where = f"{cell['M']} × {cell['N']}"
-            values = (row[key] for key in ("median", "low", "high", "p10", "p90"))
-            panels.setdefault(cell["dtype"], []).append(Point(where, row["impl"], *values))
+            median, low, high, p10, p90 = (row[key] * 1e6 for key in ("median", "low", "high", "p10", "p90"))
+            point = Point(_place(cell), row["impl"], median, low, high, (p10, p90))
+            panels.setdefault(cell["dtype"], []).append(point)
         if panels and measure != "host":
             what = tables.measure_name({"measure": measure, "cache": cache})
             confidence = f"{summary['protocol']['confidence'] * 100:g} %"
             yield figures.latency(
                 f"latency-{perimeter}-{measure}-{cache}",
                 f"{perimeter}, {what}, {', '.join(panels)}, on {summary['card']}. Mark: median; thick: {confidence} "
-                "interval of the median; thin: 10th to 90th percentile. Lower is better.",
+                "interval of the median; thin: 10th to 90th percentile. Shapes in the order of N. Lower is better.",
                 f"{perimeter}: {what} ({summary['card']})",
                 panels,
                 _names(summary),
@@ -112,22 +124,25 @@ def _bandwidth(summary: Summary) -> Iterator[Drawing]:
         perimeter, measure, cache = kind
         if measure != "gpu" or cache != "cold":
             continue
-        panels: dict[str, dict[str, dict[str, tuple[float, float, float]]]] = {}
+        panels: dict[str, list[Point]] = {}
         for cell, table, row in _rows(summary, kind):
             if row["share_of_stream"] is None:
                 continue
-            ceiling = table["stream"]["bytes_per_second"] / 1e12
-            where = f"{cell['M']}\n× {cell['N']}\n{ceiling:.2g} TB/s"
-            share = row["share_of_stream"]
-            lines = panels.setdefault(cell["dtype"], {}).setdefault(row["impl"], {})
-            lines[where] = (share["estimate"], share["low"], share["high"])
+            ceiling = f"{table['stream']['bytes_per_second'] / 1e12:.2g} TB/s"
+            share, low, high = (100 * row["share_of_stream"][key] for key in ("estimate", "low", "high"))
+            point = Point(f"{_place(cell)}\n{ceiling}", row["impl"], share, low, high)
+            panels.setdefault(cell["dtype"], []).append(point)
         if panels:
             yield figures.shares(
                 f"bandwidth-{perimeter}",
                 f"{perimeter}, GPU time, L2 {cache}, {', '.join(panels)}, on {summary['card']}: time of a plain stream "
-                f"({STREAMS[perimeter]}) of the same bytes over the time measured, by shape in the order of N; "
-                "under each shape the rate that the stream itself reached. Higher is better.",
+                f"({STREAMS[perimeter]}) of the same bytes over the time measured, shapes in the order of N; under "
+                "each shape the rate that the stream itself reached. Higher is better.",
                 f"{perimeter}: share of the measured ceiling ({summary['card']})",
                 panels,
                 _names(summary),
             )
+
+
+def _place(cell: Summary) -> str:
+    return f"{cell['M']} × {cell['N']}"

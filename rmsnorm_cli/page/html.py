@@ -35,10 +35,11 @@ figcaption, .soft { color: var(--soft); font-size: .875rem }
 table { border-collapse: collapse; font-size: .875rem; min-width: 100% }
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; overflow-wrap: normal }
-th { background: var(--panel); font-weight: 600; min-width: 5.5rem } tbody tr:last-child td { border-bottom: 0 }
-td:first-child { position: sticky; left: 0; background: var(--ground); font-weight: 600; max-width: 45vw;
-  white-space: normal; overflow-wrap: anywhere }
+th { background: var(--panel); font-weight: 600; min-width: 4.2rem } tbody tr:last-child td { border-bottom: 0 }
 td:not(.wide) { white-space: nowrap } td.wide { min-width: 13rem }
+tbody td:first-child { position: sticky; left: 0; background: var(--ground); font-weight: 600; max-width: 40vw;
+  min-width: 5.5rem; white-space: normal; overflow-wrap: break-word }
+@media (min-width: 48rem) { tbody td:first-child:not(.wide) { white-space: nowrap } }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .75rem 0 }
 dt { color: var(--soft) } dd { margin: 0 }
 details { border: 1px solid var(--line); border-radius: .4rem; margin: .75rem 0; padding: .25rem .75rem }
@@ -73,10 +74,9 @@ def table(made: Table) -> Markup:
 
 
 def _cell(content: str) -> Markup:
-    word = content.partition(":")[0]
-    if word in WORDS:
-        content = element("span", content, class_=f"status {word}")
-    return element("td", content, class_="wide") if len(content) > WIDE else element("td", content)
+    word, colon, rest = content.partition(":")
+    inside = [element("span", word, class_=f"status {word}"), colon + rest] if word in WORDS else content
+    return element("td", inside, class_="wide") if len(content) > WIDE else element("td", inside)
 
 
 def facts(values: Mapping[str, str]) -> Markup:

@@ -65,12 +65,14 @@ def _curves(optimizer: str, summary: Mapping[str, Any], records: list[dict[str, 
         for e, s in zip(envelope, steps, strict=True)
     ]
     shown = {path: [loss[s] for s in steps if s in loss] for path, loss in paths.items() if kinds[path] != "twin"}
+    several = f"the largest of {len(twins)} twins so far, which are"
+    so_far = "the twin's largest so far, which is" if len(twins) == 1 else several
     return figures.losses(
         f"loss-{optimizer}",
-        f"{optimizer}, {summary['implementation']} beside the reference, float32, {len(steps)} steps. Below: distance "
-        f"of each loss from the reference's; grey: the largest of {len(twins)} twins so far, which are the reference "
-        "with every output of the norm moved by one rounding; dashed: what the implementation may reach.",
-        f"{optimizer}: {summary['implementation']} against the reference",
+        f"{optimizer}, {summary['implementation']} beside the reference, float32, {len(steps)} steps, on "
+        f"{summary['device']}. Below: distance of each loss from the reference's; grey: {so_far} the reference with "
+        "every output of the norm moved by one rounding; dashed: what the implementation may reach.",
+        f"{optimizer}: {summary['implementation']} against the reference\nfloat32, {summary['device']}",
         shown,
         apart,
         envelope,

@@ -22,7 +22,7 @@ LIMITS = (
 def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[Markup | Drawing]:
     """Yield what stands on the page, from the run's summary and its records, one a case."""
     yield html.element("h3", "Error against tolerance")
-    yield from _errors(records)
+    yield from _errors(records, summary["device"])
     yield html.element("h3", "Verdicts")
     yield html.table(_verdicts(summary["scopes"]))
     bad = [record for record in records if record.get("status") in ("failed", "error", "inconclusive", "refused")]
@@ -37,7 +37,7 @@ def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator
     yield html.bullets(LIMITS)
 
 
-def _errors(records: list[dict[str, Any]]) -> Iterator[Drawing]:
+def _errors(records: list[dict[str, Any]], device: str) -> Iterator[Drawing]:
     """Yield one figure for each implementation: the worst case of each N, whatever its rows and values."""
     judged = [record for record in records if record.get("gate") == GATE and record.get("N") is not None]
     for impl, execution in dict.fromkeys((record["impl"], record["execution"]) for record in judged):
@@ -52,9 +52,9 @@ def _errors(records: list[dict[str, Any]]) -> Iterator[Drawing]:
             dtypes = ", ".join(dict.fromkeys(dtype for lines in panels.values() for dtype in lines))
             yield figures.errors(
                 f"error-{'-'.join(''.join(c if c.isalnum() else ' ' for c in impl).split())}",
-                f"{impl} on {execution}, {dtypes}: the largest error of all cases of a width, as a share of the "
-                "declared tolerance; a cross marks a width with a failed case. Output and gradients apart.",
-                f"{impl} ({execution}): worst error / tolerance",
+                f"{impl} on {execution} ({device}), {dtypes}: the largest error of all cases of a width, as a share of "
+                "the declared tolerance; a cross marks a width with a failed case. Output and gradients apart.",
+                f"{impl}: worst error / tolerance\n{execution}, {device}",
                 panels,
             )
 

@@ -337,6 +337,35 @@ def test_every_bench_figure_says_card_dtype_and_perimeter(run_of):
         assert caption.startswith(("forward,", "backward,"))
 
 
+@pytest.mark.parametrize(("name", "dtypes"), [("verify", "float32, float16"), ("train", "float32")])
+def test_figures_of_verify_and_train_say_dtype_and_card_too(run_of, name, dtypes):
+    where, _, page = run_of(name)
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    assert captions
+    assert all("NVIDIA H200" in caption and dtypes in caption for caption in captions)
+    for path in (where / "figures").glob("*.svg"):
+        assert "NVIDIA H200" in path.read_text(), "the picture alone says it as well"
+
+
+def test_reasons_that_differ_in_a_number_alone_are_told_once_with_all_their_places(tmp_path):
+    summary = bench_summary(shapes=((8192, 5120), (8192, 8192), (16, 64)), perimeters=("forward",))
+    where = made_run(tmp_path, "20261129T210000Z-bench", "bench", summary=summary)
+    command.report([where.name], None, tmp_path, Console(quiet=True))
+    text = "".join(Reader((where / "report.html").read_text()).text)
+    assert text.count("columns: rowwise takes at most 4096, and the like") == 1
+    assert "forward: 8192x5120 float32, 8192x5120 float16, 8192x8192 float32, 8192x8192 float16" in text
+
+
+def test_the_ceiling_and_every_share_stand_where_their_numbers_are(run_of):
+    """In the SVG the stream lies at 100 and the shapes are ordered by N, downwards."""
+    where, _, _ = run_of("bench")
+    words = re.findall(r">([^<>]+)</text>", (where / "figures" / "bandwidth-forward.svg").read_text())
+    places = [word for word in words if "×" in word]
+    assert places[:4] == ["128 × 257", "2048 × 4096", "4096 × 4096", "8192 × 5120"]
+    assert "the plain stream" in words
+    assert "% of the stream's speed" in [word.replace("&#39;", "'") for word in words]
+
+
 def test_refused_and_failed_rows_are_shown_with_their_reasons(run_of):
     _, _, page = run_of("bench")
     text = "".join(Reader(page).text)
