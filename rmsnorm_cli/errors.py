@@ -1,5 +1,7 @@
 """The few exceptions a user can meet, each with the exit code that `main()` returns for it."""
 
+import os
+
 
 class RmsnormError(Exception):
     """A failure that ends a command with one sentence for the user and the class's exit code."""
@@ -51,19 +53,40 @@ def exit_code_of(problem: BaseException) -> int | None:
         if kind.__name__ in FOREIGN_EXIT_CODES:
             return FOREIGN_EXIT_CODES[kind.__name__]
     no_memory = isinstance(problem, RuntimeError) and "allocate memory" in str(problem)  # PyTorch's, on the CPU
-    no_file = isinstance(problem, OSError) and problem.errno is not None
-    return EnvironmentProblem.exit_code if no_memory or no_file else None
+    return EnvironmentProblem.exit_code if no_memory or of_the_machine(problem) else None
+
+
+def of_the_machine(problem: BaseException) -> bool:
+    """Say whether nothing can be compiled or kept here: that ends a command, and says nothing of what it ran."""
+    if isinstance(problem, OSError):
+        return problem.errno is not None
+    if isinstance(problem, ImportError):  # Triton loads what the C compiler made, and it was gone
+        return "shared object file" in str(problem)
+    # The compiler that Triton calls failed, or it found none.
+    return type(problem).__name__ == "CalledProcessError" or "Failed to find C compiler" in str(problem)
 
 
 def sentence(problem: BaseException) -> str:
     """Return what an exception says, as one sentence for a user."""
     if isinstance(problem, OSError) and problem.errno is not None:
-        return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem.strerror)
+        return _about_files(problem)
+    if of_the_machine(problem):
+        return f"kernels cannot be compiled here: {' '.join(str(problem).split())}; see: rmsnorm doctor"
     if hasattr(problem, "format_message"):  # click's
         return str(problem.format_message())
     if exit_code_of(problem) == EnvironmentProblem.exit_code and not isinstance(problem, RmsnormError):
         return " ".join(str(problem).split()) or "this machine has not enough memory"
     return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)
+
+
+def _about_files(problem: OSError) -> str:
+    """Say which file; what the tool writes itself is explained where it is written, so most are a compiler's."""
+    said = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem.strerror)
+    cache = os.environ.get("TRITON_CACHE_DIR", "")
+    if not cache or (problem.filename and not str(problem.filename).startswith(cache)):
+        return said
+    remedy = "free space there, or set TRITON_CACHE_DIR to a folder that can be written"
+    return f"{said}; compiled kernels are kept in {cache}: {remedy}"
 
 
 class Interrupted(KeyboardInterrupt):

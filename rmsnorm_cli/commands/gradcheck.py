@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rmsnorm_cli.errors import of_the_machine
 from rmsnorm_cli.results import CaseResult, Outcome, Scope, Status, Table, count, overall
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Judge:
                 if not error <= EXACT:  # NaN must fail, so the comparison is this way round
                     status, detail = "failed", f"{detail}: relative error {error:.3g}, limit {EXACT:g}"
         except Exception as problem:
+            if of_the_machine(problem):
+                raise
             first = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
             status, detail = "failed", f"{detail}: {first}"
         return CaseResult(self.impl, self.execution, scope, "gradcheck", "float64", case, status, worst, detail)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.errors import RmsnormError
+from rmsnorm_cli.errors import RmsnormError, of_the_machine
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.judging.oracle import Oracle
@@ -161,7 +161,12 @@ def attempt(impl: "Implementation", call: Callable[[], T], near: Tensor) -> tupl
 
 
 def classified(impl: "Implementation", problem: Exception) -> Problem:
-    """Tell a refusal from a crash: out of memory, a device fault or a compiler's limit is nobody's contract."""
+    """Tell a refusal from a crash: out of memory, a device fault or a compiler's limit is nobody's contract.
+
+    A machine on which nothing can be compiled, or kept, says nothing of the implementation: that ends the command.
+    """
+    if not impl.isolated and of_the_machine(problem):
+        raise problem
     text = " ".join(str(problem).split()) or "no message"
     text = f"{type(problem).__name__}: {text[:300]}"
     kinds = {kind.__name__ for kind in type(problem).__mro__}
