@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -294,9 +294,12 @@ def options(
     """Verify a fused GPU RMSNorm before accelerating a network with it."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line and exit with the code its outcome has; the only place that catches everything."""
+def main(argv: list[str] | None = None, early: Sequence[int] = ()) -> None:
+    """Run the command line and exit with the code its outcome has; the only place that catches everything.
+
+    `early` holds the signals that came while this module was being imported.
+    """
     from rmsnorm_cli.session import guarded
 
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    sys.exit(guarded(lambda: app(args=arguments, prog_name="rmsnorm", standalone_mode=False), arguments))
+    sys.exit(guarded(lambda: app(args=arguments, prog_name="rmsnorm", standalone_mode=False), arguments, early))

@@ -1,9 +1,10 @@
 """All printing: tables and progress on a terminal, plain lines when piped, and with --json exactly one document.
 
 People's output goes to stdout, or to stderr when stdout belongs to the JSON document. A reader that closes the pipe
-early ends the printing, never the run.
+early ends the printing, never the run; what a full disk or a missing reader cost is told at the end (`lost`).
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -44,21 +45,35 @@ class Console:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a narrow locale must not end a run
         self._stream: TextIO | None = sys.stderr if json else sys.stdout
-        self._closed: set[int] = set()
+        self._closed: dict[int, Exception] = {}
+        self._undelivered = False
         self.terminal = self._stream is not None and self._stream.isatty()
 
-    def _write(self, text: str, stream: TextIO | None) -> None:
+    def _write(self, text: str, stream: TextIO | None) -> bool:
         """Write one piece; a stream that was closed, is full, or whose reader has gone is silent from then on."""
         if stream is None or id(stream) in self._closed:
-            return
+            return False
         try:
             stream.write(text)
             stream.flush()
-        except (OSError, ValueError):
-            self._closed.add(id(stream))
+        except (OSError, ValueError) as problem:
+            self._closed[id(stream)] = problem
             # Python flushes at exit and would complain there: give the descriptor somewhere harmless to go
             with suppress(OSError, ValueError), open(os.devnull, "w") as sink:
                 os.dup2(sink.fileno(), stream.fileno())
+            return False
+        return True
+
+    def lost(self) -> str:
+        """Say what did not reach stdout, "" where nothing is missed: a reader who leaves early had what it wanted."""
+        problem = self._closed.get(id(sys.stdout))
+        number = getattr(problem, "errno", None)
+        why = os.strerror(number) if number else "it is closed"
+        if self._undelivered:
+            return f"the JSON document did not reach stdout: {why}"
+        if not self.json and number not in (None, errno.EPIPE):
+            return f"not all that was printed reached stdout: {why}"
+        return ""
 
     def note(self, text: str) -> None:
         """Print a line for people; `quiet` drops it."""
@@ -135,7 +150,7 @@ class Console:
     def document(self, document: Mapping[str, Any]) -> None:
         """Print the one JSON document, if this console speaks JSON."""
         if self.json:
-            self._write(strict_json(document) + "\n", sys.stdout)
+            self._undelivered = not self._write(strict_json(document) + "\n", sys.stdout)
 
 
 def _one_line(result: CaseResult) -> str:

@@ -47,7 +47,9 @@ FOREIGN_EXIT_CODES = {
 
 def exit_code_of(problem: BaseException) -> int | None:
     """Return the exit code of an exception that says something to the user, None for one that is a fault of ours."""
-    if isinstance(problem, (RmsnormError, Interrupted)):
+    if isinstance(problem, Interrupted):
+        return first_signal(problem).exit_code
+    if isinstance(problem, RmsnormError):
         return problem.exit_code
     for kind in type(problem).__mro__:
         if kind.__name__ in FOREIGN_EXIT_CODES:
@@ -98,3 +100,13 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal_number: int, message: str = "interrupted") -> None:
         self.exit_code = 128 + signal_number
         super().__init__(message)
+
+
+def first_signal(problem: BaseException) -> "Interrupted":
+    """Return the first of the signals that met while one another's were being answered: it is the one that counts."""
+    first, seen = problem, problem
+    while seen.__context__ is not None:
+        seen = seen.__context__
+        first = seen if isinstance(seen, Interrupted) else first
+    assert isinstance(first, Interrupted)
+    return first

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_cli.console import Console
-from rmsnorm_cli.errors import ConfigError, Interrupted, RmsnormError, exit_code_of, sentence
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir import interrupts
 from rmsnorm_cli.rundir.run import open_run, rank, reopen
@@ -109,7 +109,7 @@ def _dry_run(console: Console, settings: Any, command: Any) -> int:
         )
     else:
         console.verdict(resolved + "\n" + "\n".join(f"# {line}" for line in plan))
-    return 0
+    return _told(console, 0)
 
 
 def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str, Any]) -> int:
@@ -131,19 +131,39 @@ def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str
             **outcome.summary,
         }
     )
-    return outcome.exit_code
+    return _told(console, outcome.exit_code)
 
 
-def guarded(call: Callable[[], Any], arguments: Sequence[str]) -> int:
-    """Parse, then run what was asked for; turn whatever is raised into one clear sentence and an exit code."""
+def _told(console: Console, code: int) -> int:
+    """Return the exit code, which is no success where its evidence did not reach stdout."""
+    lost = console.lost()
+    if lost:
+        console.error(lost)
+    return EnvironmentProblem.exit_code if lost and code == 0 else code
+
+
+def guarded(call: Callable[[], Any], arguments: Sequence[str], early: Sequence[int] = ()) -> int:
+    """Parse, then run what was asked for; turn whatever is raised into one clear sentence and an exit code.
+
+    `early` holds the signals that came before anything of ours could take them.
+    """
     with interrupts.handled(_interrupt):
         try:
+            if early:
+                raise Interrupted(early[0])
             with interrupts.deferred():  # Typer makes 130 of whatever interrupts it
                 asked = call()
             code = asked() if callable(asked) else asked
             return code if isinstance(code, int) else 0
+        except SystemExit:  # click's, where the reader of a help page has gone
+            return 0
         except (Exception, KeyboardInterrupt) as problem:
-            return _failed(problem, arguments)
+            try:
+                return _failed(problem, arguments)
+            except (
+                KeyboardInterrupt
+            ):  # one more signal: the sentence can wait for no longer, the first one's code stays
+                return exit_code_of(problem) or RmsnormError.exit_code
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -181,4 +201,4 @@ def _failed(problem: BaseException, arguments: Sequence[str]) -> int:
             "errors": problems,
         }
     )
-    return code
+    return _told(console, code)

@@ -1,15 +1,17 @@
 """`rmsnorm audit`: whether a run directory is what it was when it was finished, and still means what it said.
 
 It re-reads, and executes nothing of what it reads: hashes of all files, the configuration, and for `train` every
-checkpoint, whose weights must reproduce the recorded test error from examples made anew from the seed.
+checkpoint, whose weights must reproduce the recorded test error from examples made anew from the seed, and whose losses
+must be those of metrics.jsonl.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.errors import ConfigError, RmsnormError
-from rmsnorm_cli.results import CaseResult, Outcome, Status, Table, count, overall
+from rmsnorm_cli.results import CaseResult, Outcome, Status, Table, count, overall, strict_json
 from rmsnorm_cli.rundir import history
 
 if TYPE_CHECKING:
@@ -111,6 +113,8 @@ def checkpoints(info: "RunInfo", settings: "Settings") -> Iterator[CaseResult]:
         try:
             _, state = checkpoint.load(path)
             found = list(reproduced(path.name, state, examples, settings))
+            if path == paths[-1]:
+                found += [*reported(info, path.name, state), logged(info, path.name, state, settings)]
         except RmsnormError as problem:
             yield verdict("checkpoint", path.name, "failed", str(problem))
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as problem:
@@ -118,8 +122,6 @@ def checkpoints(info: "RunInfo", settings: "Settings") -> Iterator[CaseResult]:
         else:
             yield verdict("checkpoint", path.name, "passed", "loads safely")
             yield from found
-            if path == paths[-1]:
-                yield from reported(info, path.name, state)
 
 
 def reproduced(
@@ -152,10 +154,38 @@ def reproduced(
 def reported(info: "RunInfo", name: str, state: Mapping[str, Any]) -> Iterator[CaseResult]:
     """Hold what run.json reports against what the newest checkpoint holds."""
     summary = info.facts.get("summary")
-    if not isinstance(summary, dict) or "test_mse" not in summary:
+    if not summary or "test_mse" not in summary:
         return  # the run was interrupted before it could report
     told = {f"{o}/{path}": value for o, paths in summary["test_mse"].items() for path, value in paths.items()}
     held = {key: phase["errors"]["test"] for key, phase in state["phases"].items()}
     same = told == held
     detail = f"run.json reports {'the' if same else 'other'} test errors {'of' if same else 'than'} {name}"
     yield verdict("report", "run.json", "passed" if same else "failed", detail)
+
+
+def logged(info: "RunInfo", name: str, state: Mapping[str, Any], settings: "Settings") -> CaseResult:
+    """Hold the losses and gradient norms of metrics.jsonl against the history in the newest checkpoint.
+
+    A run that was cut short may have recorded steps after that checkpoint; one that was finished may not.
+    """
+    from rmsnorm_cli.training import plan, protocol
+
+    told: dict[str, list[Any]] = {}  # by phase: a run that was resumed with more steps goes through them twice
+    for row in history.read_records(info.dir):
+        told.setdefault(f"{row.get('optimizer')}/{row.get('path')}", []).append(row)
+    phases = plan.phases(settings, state["identity"]["implementation"])
+    finished = info.status in ("passed", "failed", "inconclusive")
+    for phase in phases:
+        held = [json.loads(strict_json(row)) for row in protocol.records([phase], state["phases"])]
+        found = told.pop(phase.key, [])
+        for row, had in zip(found, held, strict=False):
+            if row != had:
+                differing = ", ".join(key for key in {**row, **had} if row.get(key) != had.get(key))
+                detail = f"step {had['step']} of {phase.key} is not as {name} holds it: {differing} differ"
+                return verdict("metrics", "metrics.jsonl", "failed", detail)
+        if len(found) < len(held) or (finished and len(found) > len(held)):
+            detail = f"{len(found)} steps of {phase.key} are recorded, and {name} holds {len(held)}"
+            return verdict("metrics", "metrics.jsonl", "failed", detail)
+    if told:
+        return verdict("metrics", "metrics.jsonl", "failed", f"steps of {', '.join(told)}, which the run does not have")
+    return verdict("metrics", "metrics.jsonl", "passed", f"every step is as {name} holds it")

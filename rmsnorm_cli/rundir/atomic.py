@@ -101,11 +101,20 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def problem(error: OSError, path: Path) -> EnvironmentProblem:
-    """Return one sentence about a refused write, with its remedy."""
+    """Return one sentence about a refused write, with its remedy; `elsewhere` adds the one that a new run has."""
     if error.errno in FULL:
-        return EnvironmentProblem(f"no space is left to write {path}; free some, or choose another folder: --runs-dir")
+        return EnvironmentProblem(f"no space is left to write {path}; free some")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return EnvironmentProblem(f"{path} cannot be made: a part of it is a file, not a folder; choose: --runs-dir")
+        return EnvironmentProblem(f"{path} cannot be made: a part of it is a file, not a folder; rename that")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return EnvironmentProblem(f"{path} cannot be written ({error.strerror}); choose a writable folder: --runs-dir")
-    return EnvironmentProblem(f"{path} cannot be written ({error.strerror or error})")
+        return EnvironmentProblem(f"{path} cannot be written ({error.strerror}); make it writable")
+    return EnvironmentProblem(f"{path} cannot be written ({error.strerror or error}); look after that disk")
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Add to a refused write that another runs folder may be chosen: what is begun can still be begun elsewhere."""
+    try:
+        yield
+    except EnvironmentProblem as refused:
+        raise EnvironmentProblem(f"{refused}, or choose another folder: --runs-dir") from refused

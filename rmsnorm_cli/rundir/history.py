@@ -18,6 +18,10 @@ TOOL = "rmsnorm"  # what makes a run.json ours
 SCHEMA = 1  # of run.json; a change of a field's meaning raises it
 STAMP = "%Y%m%dT%H%M%SZ"  # a run directory's name begins with this UTC time
 STAMP_LENGTH = len("20260102T030405Z")
+KINDS: dict[str, type | tuple[type, ...]] = {  # of the values of run.json that readers count on
+    "command": str, "status": str, "started": str, "finished": (str, type(None)), "message": str, "argv": list,
+    "device": dict, "counts": dict, "summary": dict, "sessions": list,
+}  # fmt: skip
 LARGEST = 64 * 1024 * 1024  # bytes of a run.json that is still read
 RESERVE = ".reserve"  # see run.py
 UNHASHED = ("SHA256SUMS", "report.html", "figures", RESERVE)  # `report` may write its files later
@@ -65,8 +69,9 @@ def read_facts(handle: int) -> dict[str, Any] | None:
             facts = json.loads(stream.read(LARGEST))
     except (OSError, ValueError, RecursionError):
         return None
-    ours = isinstance(facts, dict) and facts.get("tool") == TOOL and isinstance(facts.get("schema"), int)
-    return facts if ours else None
+    ours = isinstance(facts, dict) and facts.get("tool") == TOOL and type(facts.get("schema")) is int
+    whole = ours and all(isinstance(facts[key], kind) for key, kind in KINDS.items() if key in facts)
+    return facts if whole else None
 
 
 def list_runs(runs_dir: Path) -> list[RunInfo]:
@@ -89,15 +94,21 @@ def age(name: str) -> tuple[str, int, str]:
 def find(name: str | Path, runs_dir: Path) -> RunInfo:
     """Return the run that is meant by a path, or by a name in the runs folder such as `latest-train`.
 
-    Raises ConfigError where that is no run directory of this tool, or of a newer version of it.
+    Raises ConfigError where that is no run directory of this tool, or of a newer version of it, or a damaged one.
     """
     for candidate in (Path(name), runs_dir / name):
         with suppress(OSError, RuntimeError, ValueError):  # a loop of links; a name with a null byte
-            info = read_info(candidate.resolve(strict=True))
+            directory = candidate.resolve(strict=True)
+            info = read_info(directory)
             if info is not None:
                 if info.facts["schema"] > SCHEMA:
                     raise ConfigError(f"{name}: that run was written by a newer rmsnorm ({info.facts.get('version')})")
                 return info
+            if (directory / "run.json").is_file():
+                raise ConfigError(
+                    f"{directory / 'run.json'} is damaged, or not one that rmsnorm wrote; "
+                    "put back a copy of it, or name another run"
+                )
     raise ConfigError(f"{name} is no run directory: neither there nor in {runs_dir} does it hold a run.json of rmsnorm")
 
 
@@ -117,7 +128,7 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise ConfigError(f"{path}:{number}: this line is not a JSON object")
@@ -139,6 +150,22 @@ def checksums(directory: Path) -> str:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
     return "".join(lines)
+
+
+@contextmanager
+def unaltered(info: RunInfo) -> Iterator[None]:
+    """Turn what altered files provoke in the block into one sentence; where no file was altered the fault is ours."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as problem:
+        sums = info.dir / "SHA256SUMS"
+        if sums.is_file() and sums.read_bytes() == checksums(info.dir).encode():
+            raise
+        found = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(
+            f"{info.dir}: its files do not hold what a run of {info.command} leaves ({found}); "
+            "rmsnorm audit says which were altered"
+        ) from problem
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rmsnorm_cli.errors import Interrupted
@@ -31,6 +31,11 @@ def handled(handler: Callable[[int, Any], Any], signals: tuple[signal.Signals, .
             signal.signal(number, before[number])
 
 
+def ignored() -> AbstractContextManager[None]:
+    """Let no signal end the block: for a few milliseconds, in which a record is written."""
+    return handled(lambda number, frame: None)
+
+
 @contextmanager
 def raised() -> Iterator[None]:
     """Turn SIGTERM, which would end Python without any `finally`, into Interrupted; an own handler keeps its place."""
@@ -47,7 +52,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[list[int]]:
-    """Keep a first signal waiting until the block ends, then raise Interrupted; a second one raises at once.
+    """Keep a first signal waiting until the block ends, then raise Interrupted for it; a second one does so at once.
 
     Yields the list of signals that have come, so that a loop can leave at its next whole step.
     """
@@ -56,7 +61,7 @@ def deferred() -> Iterator[list[int]]:
     def note(number: int, frame: object) -> None:
         waiting.append(number)
         if len(waiting) > 1:
-            raise Interrupted(number)
+            raise Interrupted(waiting[0])
 
     with handled(note):
         yield waiting

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import __version__
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, RmsnormError, exit_code_of, sentence
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome, strict_json
 from rmsnorm_cli.rundir import atomic, interrupts, liveness
 from rmsnorm_cli.rundir.history import (
@@ -28,10 +28,8 @@ from rmsnorm_cli.rundir.history import (
     SCHEMA,
     STAMP,
     TOOL,
-    RunInfo,
     checksums,
     find,
-    list_runs,
     point_latest,
     read_info,
     read_records,
@@ -40,8 +38,6 @@ from rmsnorm_cli.rundir.history import (
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.environment import Device
-
-__all__ = ["Run", "RunInfo", "find", "list_runs", "open_run", "reopen"]
 
 RESERVED_BYTES = 64 * 1024  # in .reserve: room kept for the last words of a run whose disk fills up
 NO_OUTCOME = "the command ended without an outcome"
@@ -121,11 +117,13 @@ def open_run(
             yield Run(Path(nowhere), settings, writes=False)
         return
     runs_dir = Path(settings.run.dir)
-    directory = make_directory(runs_dir, settings.command, settings.run.name)
+    with atomic.elsewhere():
+        directory = make_directory(runs_dir, settings.command, settings.run.name)
     run = Run(directory, settings)
     lock = liveness.hold(directory)
     try:
-        begin(run, argv, device, environment, sessions=[])
+        with atomic.elsewhere():
+            begin(run, argv, device, environment, sessions=[])
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)  # nothing has run yet: no half directory stays
         liveness.release(lock)
@@ -210,7 +208,7 @@ def make_directory(runs_dir: Path, command: str, name: str) -> Path:
         except OSError as error:
             raise atomic.problem(error, directory) from error
         return directory
-    raise EnvironmentProblem(f"{runs_dir} holds 9,999 runs called {stem}; run: rmsnorm clean")
+    raise EnvironmentProblem(f"{runs_dir} holds 9,999 runs called {stem}; run rmsnorm clean")
 
 
 def begin(
@@ -261,14 +259,20 @@ def completed(run: Run, lock: int | None) -> Iterator[None]:
             try:
                 yield
             except BaseException as error:
-                with suppress(RmsnormError):  # the error on its way says more than a second one about the disk
+                # The error on its way says more than a second one about the disk, or than one more signal.
+                with suppress(RmsnormError, Interrupted):
                     close(run, *verdict_of(error))
                 raise
-            if run.outcome is None:
-                close(run, "error", 3, "the command ended without an outcome")
-            else:
+            said: tuple[str, int, str] = ("error", RmsnormError.exit_code, NO_OUTCOME)
+            if run.outcome is not None:
                 run._facts |= {"counts": dict(run.outcome.counts), "summary": dict(run.outcome.summary)}
-                close(run, run.outcome.status, run.outcome.exit_code, "")
+                said = run.outcome.status, run.outcome.exit_code, ""
+            try:
+                close(run, *said)
+            except Interrupted as late:  # the process will end by it, so the record says the same
+                with suppress(RmsnormError, Interrupted):
+                    close(run, *verdict_of(late))
+                raise
     finally:
         liveness.release(lock)
 
@@ -283,10 +287,10 @@ def close(run: Run, status: str, exit_code: int, message: str) -> None:
                 run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
                 atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
                 atomic.write(run.path("SHA256SUMS"), checksums(run.dir))
-        except EnvironmentProblem as problem:
+        except (EnvironmentProblem, Interrupted) as problem:  # of signals the second, for which the hashes are left out
             if exit_code == 0:
-                run._facts |= {"status": "error", "exit_code": problem.exit_code, "message": str(problem)}
-            with suppress(EnvironmentProblem):
+                run._facts |= dict(zip(("status", "exit_code", "message"), verdict_of(problem), strict=True))
+            with suppress(EnvironmentProblem), interrupts.ignored():
                 atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
             raise
 
@@ -311,5 +315,5 @@ def now() -> datetime:
 
 
 def stamp(time: datetime) -> str:
-    """Return a time as it stands in run.json and log.txt: ISO 8601, milliseconds, UTC."""
+    """Return a time as run.json and log.txt have it: ISO 8601, milliseconds, UTC."""
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -161,12 +161,16 @@ class Protocol:
 
     def rewrite_metrics(self) -> None:
         """Write metrics.jsonl anew from the checkpoint's histories: no step twice, none missing, no line cut short."""
-        lines = []
-        for phase in self.phases:
-            history = self.states[phase.key]["history"].tolist() if phase.key in self.states else []
-            for step, row in enumerate(history, start=1):
-                lines.append(strict_json(record(phase, step, dict(zip(COLUMNS, row, strict=True))), indent=None))
-        self.run.write("metrics.jsonl", "".join(f"{line}\n" for line in lines))
+        lines = [strict_json(row, indent=None) + "\n" for row in records(self.phases, self.states)]
+        self.run.write("metrics.jsonl", "".join(lines))
+
+
+def records(phases: Sequence[Phase], states: Mapping[str, State]) -> Iterator[dict[str, Any]]:
+    """Yield the lines that metrics.jsonl has for these states: phase after phase, each step once."""
+    for phase in phases:
+        history = states[phase.key]["history"].tolist() if phase.key in states else []
+        for step, row in enumerate(history, start=1):
+            yield record(phase, step, dict(zip(COLUMNS, row, strict=True)))
 
 
 def record(phase: Phase, step: int, row: Mapping[str, float]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_a_run_as_it_was_left_passes(directory):
     outcome = audited(directory)
     assert outcome.status == "passed"
     gates = {result.gate for result in outcome.results}
-    assert gates == {"hashes", "configuration", "checkpoint", "examples", "test error", "report"}
+    assert gates == {"hashes", "configuration", "checkpoint", "examples", "test error", "report", "metrics"}
 
 
 def test_figures_and_reports_may_come_later(directory):
@@ -88,7 +88,40 @@ def test_a_changed_a_missing_and_an_added_file_are_named(directory):
         file.write("{}\n")
     (directory / "env.json").unlink()
     (directory / "extra.txt").write_text("new")
-    assert wrong(directory) == {("hashes", "metrics.jsonl"), ("hashes", "env.json"), ("hashes", "extra.txt")}
+    hashes = {("hashes", "metrics.jsonl"), ("hashes", "env.json"), ("hashes", "extra.txt")}
+    assert wrong(directory) == hashes | {("metrics", "metrics.jsonl")}
+
+
+def better(line):
+    return json.dumps(json.loads(line) | {"loss": json.loads(line)["loss"] * 0.99})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lines: [*lines[:3], better(lines[3]), *lines[4:]],
+        lambda lines: lines[:-1],
+        lambda lines: [*lines, lines[-1]],
+        lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: lines[5:],
+    ],
+    ids=["a loss", "one less", "one twice", "two swapped", "a phase less"],
+)
+def test_losses_that_are_not_the_checkpoints_are_noticed_though_the_sums_agree(directory, spoil):
+    path = directory / "metrics.jsonl"
+    path.write_text("".join(f"{line}\n" for line in spoil(path.read_text().splitlines())))
+    rehash(directory)
+    assert wrong(directory) == {("metrics", "metrics.jsonl")}
+
+
+def test_steps_after_the_last_checkpoint_are_those_of_a_run_cut_short(directory):
+    """A killed run may have recorded more than it saved, and never other than it saved."""
+    facts = json.loads((directory / "run.json").read_text())
+    (directory / "run.json").write_text(json.dumps(facts | {"status": "error"}))
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"optimizer": "sgd", "path": "twin-1", "step": 6}\n')
+    rehash(directory)
+    assert wrong(directory) == set()
 
 
 def test_without_sums_nothing_is_proved(directory):

@@ -100,7 +100,7 @@ try:
         dx, dgamma = torch.autograd.grad(y, (x, gamma), torch.ones_like(x))
     graph.replay()
     torch.cuda.synchronize()
-    print("replayed", bool(torch.allclose(y, torch.ones_like(y))), float(dgamma.sum()))
+    print("replayed", bool((y - 1).abs().max() < 1e-5), float(dgamma.sum()))
 except RuntimeError as refused:
     print("refused", str(refused).splitlines()[0])
     torch.cuda.synchronize()

@@ -18,10 +18,11 @@ import pytest
 
 from rmsnorm_cli import config
 from rmsnorm_cli.environment import Device
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, exit_code_of
 from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir import atomic, history, interrupts, liveness, run
-from rmsnorm_cli.rundir.run import Run, list_runs, open_run, reopen
+from rmsnorm_cli.rundir.history import list_runs
+from rmsnorm_cli.rundir.run import Run, open_run, reopen
 
 DEVICE = Device("auto", "interpreter", "cpu", "CPU, Triton interpreter")
 PASSED = Outcome("passed", "interpreter", {"passed": 3}, {"worst": 0.5})
@@ -307,7 +308,10 @@ def full(*_: object, **__: object) -> None:
     ],
 )
 def test_a_full_disk_at_any_write_is_one_sentence_and_no_half_file(tmp_path, monkeypatch, what, work):
-    """At each kind of write: exit code 4 with the remedy, the status says so, what was there stays whole."""
+    """At each kind of write: exit code 4 with the remedy, the status says so, what was there stays whole.
+
+    The remedy is not another folder: this run is where it is.
+    """
 
     def fill_up(made: Run) -> None:
         made.record({"step": 1})
@@ -315,7 +319,7 @@ def test_a_full_disk_at_any_write_is_one_sentence_and_no_half_file(tmp_path, mon
             patch.setattr(os, what, full)
             work(made)
 
-    with pytest.raises(EnvironmentProblem, match=r"no space is left.*--runs-dir") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"no space is left.*; free some$") as caught:
         conduct(opened(tmp_path), fill_up)
     assert "\n" not in str(caught.value)
     made = only(tmp_path)
@@ -468,8 +472,13 @@ def test_resuming_a_live_run_is_refused(tmp_path):
     ("spoil", "said"),
     [
         (lambda made: (made / "run.json").unlink(), "no run directory"),
-        (lambda made: (made / "run.json").write_text("[" * 100_000), "no run directory"),
-        (lambda made: (made / "run.json").write_text('{"schema": 1, "tool": "other"}'), "no run directory"),
+        (lambda made: (made / "run.json").write_text("[" * 100_000), "run.json is damaged, or not one"),
+        (
+            lambda made: (made / "run.json").write_text('{"schema": 1, "tool": "other"}'),
+            "run.json is damaged, or not one",
+        ),
+        (lambda made: change(made, summary=[1]), "run.json is damaged, or not one"),
+        (lambda made: change(made, schema=True), "run.json is damaged, or not one"),
         (lambda made: change(made, schema=2), "newer rmsnorm"),
         (lambda made: change(made, command="bench"), "is of bench, not of train"),
         (lambda made: change(made, execution="cuda"), "executed on cuda, and this device is interpreter"),
@@ -486,6 +495,19 @@ def test_what_cannot_be_continued_is_refused_and_untouched(tmp_path, spoil, said
         pytest.fail("must be refused")
     assert {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()} == before
     assert not liveness.held(made)
+
+
+def test_a_full_disk_at_a_resume_is_told_with_the_remedy_that_helps(tmp_path, monkeypatch):
+    """Another folder would not: the run that is continued lies in this one. What was there is still to be continued."""
+    made = finished(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(EnvironmentProblem, match=r"no space is left.*; free some$"), resumed(tmp_path):
+            pytest.fail("must be refused")
+    with resumed(tmp_path) as again:
+        again.finish(PASSED)
+    assert facts(made)["status"] == "passed"
+    assert hashes_hold(made)
 
 
 def change(directory: Path, **values: object) -> None:
@@ -583,7 +605,7 @@ def test_hashes_leave_out_drafts_and_follow_no_link(tmp_path):
 
 
 def test_a_second_signal_does_not_wait():
-    """The first signal waits for the end of the block, the second one ends it at once."""
+    """The first signal waits for the end of the block, the second one ends it at once, with the first one's code."""
     reached = []
 
     def insistent() -> None:
@@ -595,7 +617,36 @@ def test_a_second_signal_does_not_wait():
 
     with pytest.raises(Interrupted) as stop:
         insistent()
-    assert (stop.value.exit_code, reached) == (143, [[signal.SIGINT]])
+    assert (stop.value.exit_code, reached) == (130, [[signal.SIGINT]])
+
+
+@pytest.mark.parametrize("burst", [(signal.SIGTERM, signal.SIGINT), (signal.SIGTERM, signal.SIGINT, signal.SIGINT)])
+@pytest.mark.parametrize("outcome", [None, PASSED])
+def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monkeypatch, burst, outcome):
+    """The first signal is the one that counts, wherever the others meet the last writes; no run is left `running`."""
+    left = list(burst)
+    real = run.checksums
+
+    def disturbed(directory: Path) -> str:
+        while left:
+            os.kill(os.getpid(), left.pop(0))
+        return real(directory)
+
+    def work(made: Run) -> None:
+        if outcome is None:
+            os.kill(os.getpid(), left.pop(0))
+        else:
+            made.finish(outcome)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    monkeypatch.setattr(run, "checksums", disturbed)
+    with interrupts.handled(interrupt), pytest.raises(Interrupted) as stop:
+        conduct(opened(tmp_path), work)
+    said = facts(only(tmp_path))
+    assert (said["status"], said["exit_code"]) == ("interrupted", exit_code_of(stop.value))
+    assert exit_code_of(stop.value) == 143
 
 
 def test_an_ignored_signal_stays_ignored():
@@ -610,7 +661,7 @@ def test_an_ignored_signal_stays_ignored():
 
 
 def test_a_signal_during_the_last_writes_waits_for_them(tmp_path, monkeypatch):
-    """SIGTERM while the hashes are written: the directory is completed first, then the process ends with 143."""
+    """SIGTERM while the hashes are written: the directory is completed first, and says 143 as the process does."""
     real = run.checksums
 
     def disturbed(directory: Path) -> str:
@@ -621,6 +672,7 @@ def test_a_signal_during_the_last_writes_waits_for_them(tmp_path, monkeypatch):
     with pytest.raises(Interrupted) as stop:
         finished(tmp_path)
     assert stop.value.exit_code == 143
-    assert facts(only(tmp_path))["status"] == "passed"
+    said = facts(only(tmp_path))
+    assert (said["status"], said["exit_code"], said["counts"]) == ("interrupted", 143, {"passed": 3})
     assert hashes_hold(only(tmp_path))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
