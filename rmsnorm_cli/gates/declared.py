@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 NAME = "declared tolerance"
 SCOPES: tuple[Scope, ...] = NUMERIC
-WIDE_ROWS = 2  # rows of the widths that only GPUs are fast at
+WIDE_ROWS = 5  # rows of the widths that only GPUs are fast at: the interpreter's programs then walk two or three
 MORE_ROWS = (129, 1025)  # one more than a tile or a grid of programs is likely to hold
+MORE_ROWS_COLS = (2, 3, 9)  # 9: one column more than a tile
+SHARED = ((265, 16384), (97, 131072))  # wide rows, more of them than programs or groups of programs are resident
 MANY_ROWS = 65537  # past the largest y-size of a launch grid
+FAR_BYTES = 10 * 2**30  # free memory for rows 2^31 elements apart: they take 8 GiB
 MANY_ROWS_COLS = (33, 255)  # at 256 columns the teaching kernel's partials would pass 64 MiB
 
 
@@ -42,12 +45,15 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
     added: list[Case] = []
     if verify.default_grid:
         added += cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
-        added += cases.grid(MORE_ROWS, (2, 3), verify.dtypes, distributions, eps, seed)
+        added += cases.grid(MORE_ROWS, MORE_ROWS_COLS, verify.dtypes, distributions, eps, seed)
         added += cases.by_eps(verify.dtypes, distributions, seed)
         added += cases.by_distribution(verify.dtypes, distributions, eps, seed)
         if execution == "cuda":
             added += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
             added += cases.grid((MANY_ROWS,), MANY_ROWS_COLS, verify.dtypes, distributions, eps, seed)
+            added += [cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in SHARED]
+            if impl.ours:  # a wrapped address can end the GPU's context, and with it the verdicts on all others
+                added += _past_32_bits(eps, seed)
     if "spread" in verify.distributions and (verify.default_grid or not verify.default_layouts):
         added += cases.by_layout(verify.dtypes, verify.layouts, eps, seed)
         if "contiguous" in verify.layouts:
@@ -78,6 +84,13 @@ def check(
             continue
         results.append(_judged(asked, scope, part(got, scope), kept, want, case, tolerances))
     return results
+
+
+def _past_32_bits(eps: float, seed: int) -> list[Case]:
+    """Return two rows 2^31 elements apart, if there is memory for what lies between them."""
+    free, _ = torch.cuda.mem_get_info()
+    case = cases.case((2, 257), "float16", "spread", eps, seed, layout="far_rows")
+    return [case] if free > FAR_BYTES else []
 
 
 def _rows_by_processors() -> tuple[int, ...]:

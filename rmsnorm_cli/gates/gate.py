@@ -196,7 +196,7 @@ def call_spec(case: Case, device_type: str) -> Any:
         shape=case.shape,
         x_dtype=getattr(torch, case.dtype),
         gamma_dtype=None if own == "none" else getattr(torch, own),
-        contiguous=case.layout not in ("sliced_rows", "transposed_heads"),
+        contiguous=case.layout not in ("sliced_rows", "transposed_heads", "far_rows"),
         eps=case.eps,
         device_type=device_type,
     )

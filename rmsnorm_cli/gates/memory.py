@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 OF_THE_PROCESS = ("guards", "everything written", "no aliases")  # what another process's memory keeps to itself
 NAME = "memory"
 SCOPES: tuple[Scope, ...] = ("properties",)
-SHAPES = ((4, 1), (5, 3), (2, 33), (17, 257), (3, 1000), (2, 1024))
+SHAPES = ((4, 1), (5, 3), (2, 33), (17, 257), (3, 1000), (2, 1024), (300, 9))
+WIDE = ((3, 9001), (3, 65537))  # beyond the teaching kernel: rows that are read twice, in chunks or by several programs
 LAYOUTS = ("sliced_rows", "transposed_heads", "misaligned", "expanded_dy", "sliced_dy", "transposed_dy", "1d", "4d")
 RETRIES = 6  # runs under one poison, of a result that differed between two
 
@@ -40,7 +41,7 @@ RETRIES = 6  # runs under one poison, of a result that differed between two
 def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> list[Case]:
     """Return widths on both sides of powers of two, and every layout, in the dtypes of the contract."""
     verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
-    asked = [cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in SHAPES]
+    asked = [cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in SHAPES + WIDE]
     layouts = [layout for layout in verify.layouts if layout in LAYOUTS]
     asked += [case for case in cases.by_layout(verify.dtypes, layouts, eps, seed) if len(case.shape) != 3]
     return inside(impl, cases.unique(asked), device_type(execution))

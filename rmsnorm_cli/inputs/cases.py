@@ -159,6 +159,7 @@ _RANKS: dict[str, tuple[tuple[int, ...], ...]] = {
     "3d": ((3, 5, 129),),
     "4d": ((2, 3, 5, 65),),
     "transposed_heads": ((5, 257), (3, 5, 129), (2, 3, 5, 65)),
+    "misaligned": ((5, 257), (3, 5, 128)),  # of rows that would be read in vectors, were they aligned
     "contiguous": ((5, 257),),
 }
 

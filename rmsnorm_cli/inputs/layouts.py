@@ -32,7 +32,7 @@ def arrange(case: Case, x: Tensor, gamma: Tensor | None, dy: Tensor, device: str
     dtype = getattr(torch, case.dtype)
     gamma_dtype = dtype if case.gamma_dtype in (None, "none") else getattr(torch, case.gamma_dtype)
     everywhere = "misaligned" if case.layout == "misaligned" else "dense"
-    of_x = case.layout if case.layout in ("sliced_rows", "transposed_heads") else everywhere
+    of_x = case.layout if case.layout in ("sliced_rows", "transposed_heads", "far_rows") else everywhere
     of_dy = {"expanded_dy": "expanded", "sliced_dy": "sliced_rows", "transposed_dy": "transposed_heads"}
     placed = None if gamma is None else place(gamma.to(device, gamma_dtype), everywhere)
     return Inputs(
@@ -56,8 +56,14 @@ def place(values: Tensor, layout: str) -> Tensor:
     elif layout == "transposed_heads":
         first = -3 if values.dim() > 2 else -2
         view = _nans(values, *values.transpose(first, first + 1).shape).transpose(first, first + 1)
+    elif layout == "far_rows":  # two rows 2^31 elements apart; where a 32-bit offset would look, there is NaN too
+        whole = torch.empty(2**32 + columns, dtype=values.dtype, device=values.device)
+        whole[:columns] = math.nan
+        view = whole.as_strided(values.shape, (2**31, 1), 2**31)
     elif layout == "expanded":
-        return values.flatten()[:1].reshape([1] * values.dim()).expand(values.shape)
+        one = _nans(values, values.numel())
+        one[0] = values.flatten()[0]
+        return one[:1].reshape([1] * values.dim()).expand(values.shape)
     else:
         raise AssertionError(f"unknown layout {layout}")
     return view.copy_(values)

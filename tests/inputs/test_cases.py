@@ -219,6 +219,23 @@ def test_memory_around_a_layout_is_nan(layout):
     assert int(around.isnan().sum()) == around.numel() - 165
 
 
+def test_what_lies_behind_one_number_that_serves_all_is_nan():
+    """Read as if it were dense, an expanded dy must not give the right value by chance."""
+    dy = cases.tensors(Case((5, 33), layout="expanded_dy")).dy
+    around = torch.empty(0).set_(dy.untyped_storage())
+    assert around.numel() == dy.numel()
+    assert int(around.isnan().sum()) == around.numel() - 1
+
+
+@pytest.mark.gpu
+def test_far_rows_lie_beyond_what_32_bits_reach_and_a_wrapped_offset_finds_nan(device):
+    x = place(torch.ones(2, 257, dtype=torch.float16, device=device), "far_rows")
+    assert x.stride() == (2**31, 1)
+    assert bool((x == 1).all())
+    wrapped = x.as_strided((257,), (1,), x.storage_offset() - 2**31)
+    assert bool(wrapped.isnan().all())
+
+
 def test_transposed_heads_swaps_the_dimensions_before_the_last():
     assert place(torch.ones(2, 3, 5, 7), "transposed_heads").stride() == (105, 7, 21, 1)
 
