@@ -37,7 +37,7 @@ def plan(settings: "Settings") -> list[str]:
     """Say what would be run, without running it."""
     check(settings)
     if settings.exercise.all:
-        return [f"would run {len(faults.CATALOGUE)} changes of the kernel against every gate"]
+        return [f"would run {len(faults.CATALOGUE)} changes of the kernels against every gate"]
     if settings.exercise.fault:
         return [f"would run the kernel with the mistake {settings.exercise.fault}"]
     return [f"would ask, then run the kernel with the mistake {faults.DEFAULT}"]
@@ -48,7 +48,8 @@ def check(settings: "Settings") -> None:
     problems = []
     if settings.run.impl != ("rowwise",):
         problems.append(
-            f"run.impl: {', '.join(settings.run.impl)}; the catalogue changes rowwise's source, expected rowwise"
+            f"run.impl: {', '.join(settings.run.impl)}; a mistake says which kernel it is in, expected rowwise, the "
+            "kernel of the lesson"
         )
     if settings.exercise.fault:
         try:
@@ -67,28 +68,34 @@ def check(settings: "Settings") -> None:
 
 
 def listing(settings: "Settings") -> Outcome:
-    """Return the catalogue: each mistake's name, the pass it is in, and what is wrong."""
-    body = tuple(
-        (fault.name, "no mistake" if fault.equivalent else fault.stage, re.split(r"[.:;] ", fault.story)[0].rstrip("."))
-        for fault in faults.CATALOGUE
-    )
-    columns = ("name", "pass", "what is wrong")
-    mistakes = sum(not fault.equivalent for fault in faults.CATALOGUE)
-    title = f"{mistakes} mistakes, and {len(body) - mistakes} changes that are none"
-    caption = "one in full: rmsnorm exercise --fault NAME; all against every check: rmsnorm exercise --all"
+    """Return the catalogue: each mistake's name, the pass it is in, and what is wrong; a table for each kernel."""
     return Outcome(
         status="passed",
         execution="",
         counts={},
         summary={"faults": [describe(fault) for fault in faults.CATALOGUE]},
-        tables=(Table(title, columns, body, caption),),
+        tables=tuple(_listed(kernel) for kernel in faults.KERNELS),
+        notes=("one in full: rmsnorm exercise --fault NAME; all against every check: --all",),
     )
+
+
+def _listed(kernel: str) -> Table:
+    here = [fault for fault in faults.CATALOGUE if fault.kernel == kernel]
+    mistakes = sum(not fault.equivalent for fault in here)
+    body = tuple(
+        (fault.name, "no mistake" if fault.equivalent else fault.stage, re.split(r"[.:;] ", fault.story)[0].rstrip("."))
+        for fault in here
+    )
+    title = f"{kernel}: {mistakes} mistakes, and {len(here) - mistakes} changes that are none"
+    caption = f"not shown by the interpreter: {', '.join(fault.name for fault in here if fault.cuda_only)}"
+    return Table(title, ("name", "pass", "what is wrong"), body, caption)
 
 
 def describe(fault: faults.Fault) -> dict[str, object]:
     """Return a mistake as the JSON document lists it."""
     return {
         "name": fault.name,
+        "kernel": fault.kernel,
         "pass": fault.stage,
         "story": fault.story,
         "file": fault.file,
@@ -99,4 +106,5 @@ def describe(fault: faults.Fault) -> dict[str, object]:
         "expected": list(fault.expected),
         "equivalent": fault.equivalent or None,
         "cuda_only": fault.cuda_only or None,
+        "interpreter_only": fault.interpreter_only or None,
     }

@@ -37,8 +37,8 @@ def _lines(summary: dict[str, Any], settings: "Settings", device: "Device") -> I
     )
     yield from _paragraph(EVIDENCE[device.execution])
     yield from _paragraph(
-        "Each mistake is a change of one or two expressions in the source of `rowwise` or of its wiring to autograd, "
-        "and is shown to every gate. A gate is asked small questions that `verify` asks by default, until it objects. "
+        "Each mistake is a change of one or two expressions in the source of a kernel, `rowwise` or `fused`, or of what "
+        "launches it, and is shown to every gate. A gate is asked small questions that `verify` asks by default, until it objects. "
         "The usual test is 64 x 4096 unit-normal numbers with gamma 1: y, dx and dgamma by the declared tolerance."
     )
     yield f"**{score['caught']} of {score['of']} mistakes are caught. The usual test catches {score['naive']}.**"
@@ -74,13 +74,14 @@ def _matrix(gates: list[str], entries: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield "x: caught. An empty cell: the gate objected to nothing."
     yield ""
-    yield from _row("mistake", "pass", "usual test", *gates)
-    yield from _row(*(["---"] * (3 + len(gates))))
+    yield from _row("mistake", "kernel", "pass", "usual test", *gates)
+    yield from _row(*(["---"] * (4 + len(gates))))
     for entry in entries:
         if entry["equivalent"] or entry["not_run"]:
             continue
         marks = ("x" if gate in entry["caught_by"] else "" for gate in gates)
-        yield from _row(f"`{entry['name']}`", entry["pass"], "x" if entry["naive"] == "caught" else "", *marks)
+        usual = "x" if entry["naive"] == "caught" else ""
+        yield from _row(f"`{entry['name']}`", entry["kernel"], entry["pass"], usual, *marks)
     yield ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.exercise import questions
+from rmsnorm_cli.exercise import paragraphs, questions
 from rmsnorm_cli.faults import apply
 from rmsnorm_cli.faults.examples import inputs, ones
 from rmsnorm_cli.faults.fault import NAIVE, rows
@@ -44,7 +44,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device", 
     """Ask, run the kernel with and without the mistake, and lay prediction, arithmetic and measurement side by side."""
     eps = settings.operator.eps
     given = questions.read_predictions(settings.exercise.predict)
-    for line in introduction(eps, run):
+    for line in paragraphs.lines(introduction(eps, run)):
         console.note(line)
     if questions.can_ask(console, no_input):
         given = questions.ask(console, given)
@@ -62,7 +62,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device", 
         counts=count(results),
         summary={"exercise": {"fault": FORWARD, "predictions": told}},
         tables=(forward_table(given, should, seen, eps), backward_table(seen, eps), notice_table(results)),
-        notes=tuple(conclusion(told, given, eps, device)),
+        notes=tuple(paragraphs.lines(conclusion(told, given, eps, device))),
         results=tuple(results),
     )
 
@@ -71,8 +71,8 @@ def introduction(eps: float, run: "Run") -> list[str]:
     """Return what a reader needs to predict."""
     return [
         f"A row of {N} ones, gamma 1, eps {eps:g}. Triton's blocks are powers of two, so the kernel loads the row into "
-        f"{BLOCK} lanes,",
-        "the padding as zeros. Then it takes the mean of the squares, over the lanes instead of over the numbers:",
+        f"{BLOCK} lanes, the padding as zeros. Then it takes the mean of the squares, over the lanes instead of over "
+        "the numbers:",
         "",
         *(
             line
@@ -111,7 +111,8 @@ def launch(name: str, n: int, eps: float, run: "Run", device: "Device") -> Seen:
 
     module: Any = rowwise
     if name != RIGHT:
-        module = apply.load(apply.write(faults.find(name), run.dir))
+        apply.write(faults.find(name), run.dir)
+        module = apply.load(faults.find(name), run.dir)
     given = inputs(ones(n), device.torch_device)
     y, rstd = module.forward(given.x, given.gamma, eps)
     dx, _ = module.backward(given.dy, given.x, given.gamma, rstd)
@@ -251,8 +252,8 @@ def conclusion(
     return [
         *lines,
         f"Why {SAFE} shows nothing: its block is {SAFE} too, so the wrong divisor is the right number.",
-        "Why mending the forward is not enough: the backward takes a mean of its own, of u · x̂. With both divisors",
-        "wrong dx is the true gradient of the wrong y, so that gradcheck passes; with the forward mended y is right",
+        "Why mending the forward is not enough: the backward takes a mean of its own, of u · x̂. With both divisors "
+        "wrong dx is the true gradient of the wrong y, so that gradcheck passes; with the forward mended y is right "
         f"everywhere and dx is {mended:.3g} instead of {right:.1g}.",
         f"Measured on {device.name} ({device.execution}). Next: rmsnorm exercise --list, --fault NAME, --all.",
     ]

@@ -1,21 +1,20 @@
 """`--all`: every mistake against every gate, and the score.
 
 A gate is asked until it objects to a mistake, then the next gate is asked: a mistake that one gate catches is still
-shown to all others. What is asked is what `verify` asks by default, as far as it is small. The unchanged kernel takes
-part too, under the name UNCHANGED, and no gate may object to it.
+shown to all others. What is asked is what `verify` asks by default, as far as it is small. The unchanged kernels take
+part too, under names of their own (UNCHANGED), and no gate may object to them.
 """
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.exercise import pool
+from rmsnorm_cli.exercise import paragraphs, pool
 from rmsnorm_cli.faults import Fault, apply
-from rmsnorm_cli.faults.fault import DETERMINISM, NAIVE
+from rmsnorm_cli.faults.fault import AUTOGRAD, DETERMINISM, IDENTITIES, KERNELS, NAIVE
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.judging.tolerances import DECLARED
 from rmsnorm_cli.results import CaseResult, Outcome, Scope, Status, Table, count, overall
@@ -28,9 +27,11 @@ if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation
     from rmsnorm_cli.rundir.run import Run
 
-UNCHANGED = "unchanged"
+UNCHANGED = {f"unchanged {kernel}": kernel for kernel in KERNELS}
 SMALL, FEW = 5_000, 8  # elements and rows of x: the interpreter needs a millisecond a row, and more show nothing new
-MOST = 24  # such questions of a gate, spread over its plan
+MANY = 12  # such questions of a gate, spread over its plan
+MOST = {IDENTITIES: 2, AUTOGRAD: 2, DETERMINISM: 2}  # of gates whose questions are a dozen calls each
+LOST = "CUDA error"  # what every call says once a kernel has read or written where it must not
 RACING = 300_000  # on a GPU the order of programs only changes where there are more rows than processors
 
 
@@ -42,17 +43,17 @@ class Row:
     naive: Literal["passes", "caught", "not run"]
     caught: dict[str, dict[str, str]] = field(default_factory=dict)  # gate -> its first objection
     asked: dict[str, int] = field(default_factory=dict)  # gate -> how many questions it needed
-    seconds: float = 0.0
+    seconds: float = 0.0  # of a processor
 
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Run the whole catalogue, write the page of the gates, and return matrix and score."""
     from rmsnorm_cli.exercise import gates_page
 
-    here = [fault for fault in faults.CATALOGUE if not fault.cuda_only or device.execution == "cuda"]
+    here = [fault for fault in faults.CATALOGUE if not fault.elsewhere(device.execution)]
     for fault in here:
         apply.write(fault, run.dir)  # a mistake that no longer applies ends the run now, not after minutes
-    names = [UNCHANGED, *(fault.name for fault in here)]
+    names = [*UNCHANGED, *(fault.name for fault in here)]
     rows: dict[str, Row] = {}
     with console.progress(f"mistakes against gates ({device.execution})", len(names)) as progress:
         for row in pool.examined(names, run.dir, settings, device):
@@ -68,25 +69,26 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         counts=count(results),
         summary=summary,
         tables=(table(rows, device), *missed(rows)),
-        notes=tuple(notes(summary, run)),
+        notes=tuple(paragraphs.lines([*false_alarms(rows), *notes(summary, run)])),
         results=tuple(results),
     )
 
 
 def examine(name: str, directory: Path, settings: "Settings", device: "Device") -> Row:
-    """Put one mistake (or UNCHANGED) to the usual test and to every gate; its source lies in `directory` already."""
+    """Put one mistake, or an UNCHANGED kernel, to the usual test and every gate; its source is in `directory`."""
     from rmsnorm_cli import gates
     from rmsnorm_cli.exercise.judge import judge
     from rmsnorm_cli.kernels import implementation
 
-    start = time.monotonic()
-    fault = None if name == UNCHANGED else faults.find(name)
+    start = time.process_time()
+    fault = None if name in UNCHANGED else faults.find(name)
+    kernel = UNCHANGED[name] if fault is None else fault.kernel
 
     def fresh() -> "Implementation":
         """Import the kernel anew: some mistakes remember the calls before."""
         if fault is None:
-            return implementation("rowwise")
-        return apply.wired(fault, apply.load(apply.place(fault, directory)), "rowwise")
+            return implementation(kernel)
+        return apply.wired(fault, apply.load(fault, directory), kernel)
 
     naive: Literal["passes", "caught"] = "passes" if judge(fresh(), NAIVE, device.torch_device).ok else "caught"
     row = Row(name, naive)
@@ -94,7 +96,9 @@ def examine(name: str, directory: Path, settings: "Settings", device: "Device") 
         objection, row.asked[gate.NAME] = first_objection(gate, fresh(), fault, settings, device)
         if objection is not None:
             row.caught[gate.NAME] = objection
-    return dataclasses.replace(row, seconds=time.monotonic() - start)
+            if LOST in objection["detail"]:
+                break  # with the context, this process has lost its GPU: the gates behind are not asked
+    return dataclasses.replace(row, seconds=time.process_time() - start)
 
 
 def first_objection(
@@ -127,9 +131,10 @@ def questions(
         exposing = dataclasses.replace(exposing, seed=settings.seed)
     planned = gate.plan(as_verify, impl, device.execution)
     racing = device.execution == "cuda" and gate.NAME == DETERMINISM
-    small = [question for question in planned if question != exposing and is_small(question, racing)]
+    first = [question for question in planned if exposing is not None and case_of(question) == exposing]
+    small = [question for question in planned if question not in first and is_small(question, racing)]
     of_calls = [question for question in planned if case_of(question) is None]  # about one small call each
-    return [question for question in planned if question == exposing] + small[:: -(-len(small) // MOST) or 1] + of_calls
+    return first + small[:: -(-len(small) // MOST.get(gate.NAME, MANY)) or 1] + of_calls
 
 
 def case_of(question: Any) -> Case | None:
@@ -139,22 +144,31 @@ def case_of(question: Any) -> Case | None:
 
 
 def is_small(question: Any, racing: bool) -> bool:
-    """Tell whether the Case of a question is small; of RACING elements, where many programs must run at once."""
+    """Tell whether the Case of a question is small; larger, up to RACING, where many programs must run at once."""
     case = case_of(question)
     if case is None:
         return False
-    return case.M * case.N <= RACING if racing else case.M * case.N <= SMALL and case.M <= FEW
+    elements = case.M * case.N
+    return SMALL < elements <= RACING if racing else elements <= SMALL and case.M <= FEW
 
 
 def judged(rows: dict[str, Row], device: "Device") -> list[CaseResult]:
     """Return a verdict for each change: mistakes must be caught, equivalent changes and the kernel itself must not."""
-    results = [verdict(UNCHANGED, "contract", rows[UNCHANGED], should_be_caught=False, device=device)]
+    results = [verdict(name, "contract", rows[name], should_be_caught=False, device=device) for name in UNCHANGED]
     for fault in faults.CATALOGUE:
         scope = scope_of(fault)
         if fault.name not in rows:
             results.append(
                 CaseResult(
-                    fault.name, device.execution, scope, "catalogue", "", fault.name, "skipped", None, fault.cuda_only
+                    fault.name,
+                    device.execution,
+                    scope,
+                    "catalogue",
+                    "",
+                    fault.name,
+                    "skipped",
+                    None,
+                    fault.elsewhere(device.execution),
                 )
             )
         else:
@@ -187,12 +201,13 @@ def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
         entries.append(
             {
                 "name": fault.name,
+                "kernel": fault.kernel,
                 "pass": fault.stage,
                 "naive": row.naive,
                 "caught_by": list(row.caught),
                 "expected": list(fault.expected),
                 "equivalent": fault.equivalent or None,
-                "not_run": fault.cuda_only if fault.name not in rows else None,
+                "not_run": fault.elsewhere(device.execution) if fault.name not in rows else None,
                 "first": row.caught,
                 "asked": row.asked,
             }
@@ -208,7 +223,9 @@ def summarised(rows: dict[str, Row], device: "Device") -> dict[str, Any]:
             for entry in mistakes
             if (missing := [name for name in entry["expected"] if name in names and name not in entry["caught_by"]])
         },
-        "unchanged": rows[UNCHANGED].caught,
+        "unchanged": {
+            f"{UNCHANGED[name]}: {gate}": seen for name in UNCHANGED for gate, seen in rows[name].caught.items()
+        },
     }
     return {
         "matrix": {"gates": names, "faults": entries, "execution": device.execution},
@@ -235,19 +252,30 @@ def table(rows: dict[str, Row], device: "Device") -> Table:
     return Table(title, columns, tuple(body), f"x: caught. 0 the usual test, {legend}")
 
 
+def innocent() -> list[str]:
+    """Return the names of what no gate may object to."""
+    return [*UNCHANGED, *(fault.name for fault in faults.CATALOGUE if fault.equivalent)]
+
+
 def missed(rows: dict[str, Row]) -> tuple[Table, ...]:
     """Return what came out other than it should: survivors, and objections to what is right; or no table."""
     body = []
-    right: Sequence[str] = [UNCHANGED, *(fault.name for fault in faults.CATALOGUE if fault.equivalent)]
     for name, row in rows.items():
-        if name in right:
-            body += [
-                (name, f"no mistake, but {gate} objects", f"{o['case']}: {o['detail']}")
-                for gate, o in row.caught.items()
-            ]
+        if name in innocent():
+            body += [(name, f"no mistake, but {gate} objects") for gate in row.caught]
         elif not row.caught:
-            body.append((name, "survives", f"none of {sum(row.asked.values())} questions showed it"))
-    return (Table("not as it should be", ("change", "what happened", "seen"), tuple(body)),) if body else ()
+            body.append((name, f"survives: none of {sum(row.asked.values())} questions showed it"))
+    return (Table("not as it should be", ("change", "what happened"), tuple(body)),) if body else ()
+
+
+def false_alarms(rows: dict[str, Row]) -> list[str]:
+    """Return what was objected to in kernels that make no mistake."""
+    return [
+        f"{name}: {gate}: {seen['case']}: {seen['detail']}"
+        for name in innocent()
+        if name in rows
+        for gate, seen in rows[name].caught.items()
+    ]
 
 
 def notes(summary: dict[str, Any], run: "Run") -> list[str]:

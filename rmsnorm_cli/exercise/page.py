@@ -1,12 +1,11 @@
 """`--fault NAME`: one mistake on one page: what it is, who notices, and the wrong value, predicted and measured."""
 
 import math
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.errors import EnvironmentProblem
-from rmsnorm_cli.exercise import matrix
+from rmsnorm_cli.exercise import matrix, paragraphs
 from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.examples import Example
@@ -27,15 +26,15 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     fault = faults.find(settings.exercise.fault)
     for line in heading(fault):
         console.note(line)
-    if fault.cuda_only and device.execution != "cuda":
-        raise EnvironmentProblem(
-            f"{fault.name} needs a GPU: {fault.cuda_only}; run it with --device cuda where there is one"
-        )
-    asked = {"the usual test": NAIVE, "the hiding input": fault.hiding, "the exposing input": fault.exposing}
+    if reason := fault.elsewhere(device.execution):
+        where = "the interpreter" if device.execution == "cuda" else "a GPU"
+        option = "interpreter" if device.execution == "cuda" else "cuda"
+        raise EnvironmentProblem(f"{fault.name} needs {where}: {reason}; run it with --device {option}")
+    asked = {"usual": NAIVE, "hiding": fault.hiding, "exposing": fault.exposing}
     if fault.exposing == fault.hiding:
-        asked = {"the usual test": NAIVE, "one call": fault.hiding}
+        asked = {"usual": NAIVE, "one call": fault.hiding}
     elif fault.hiding == NAIVE:
-        asked = {"the usual test, which hides it": NAIVE, "the exposing input": fault.exposing}
+        asked = {"usual, hiding": NAIVE, "exposing": fault.exposing}
     seen = {
         who: (question, judge(faults.implementation(fault.name, run.dir), question, device.torch_device))
         for who, question in asked.items()
@@ -57,7 +56,10 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         counts=count(results),
         summary={"exercise": {"fault": fault.name, "naive": row.naive, "caught_by": row.caught, "asked": row.asked}},
         tables=(notice_table(seen), gate_table(fault, row), *value_table(fault, exposed)),
-        notes=(*matched(fault, exposed), f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/"),
+        notes=(
+            *paragraphs.lines([*objections(row), *wrong_parts(seen), *matched(fault, exposed)]),
+            f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/",
+        ),
         results=tuple(results),
     )
 
@@ -71,8 +73,8 @@ def heading(fault: Fault) -> list[str]:
         )
     if fault.equivalent:
         texts.append(f"No mistake: {fault.equivalent}")
-    lines = [line for text in texts for line in textwrap.wrap(text, 100)]
-    return [f"{fault.name} ({fault.stage})", *lines, "", *apply.diff(fault).splitlines(), ""]
+    first = f"{fault.name} ({fault.kernel}, {fault.stage})"
+    return [first, *paragraphs.lines(texts), "", *apply.diff(fault).splitlines(), ""]
 
 
 def foreseen(fault: Fault, exposed: Judged, device: "Device") -> list[CaseResult]:
@@ -92,17 +94,16 @@ def foreseen(fault: Fault, exposed: Judged, device: "Device") -> list[CaseResult
 
 def notice_table(seen: dict[str, tuple[Case | Example, Judged]]) -> Table:
     """Return the verdict of the declared tolerance on the usual test, the hiding and the exposing input."""
-    body = tuple(
-        (who, question.id, *(cell(judged.parts[name]) for name in TENSORS)) for who, (question, judged) in seen.items()
-    )
-    caption = "by the declared tolerance; in brackets the worst error as a fraction of it"
-    return Table("who notices", ("test", "input", *TENSORS), body, caption)
+    body = tuple((who, *(cell(judged.parts[name]) for name in TENSORS)) for who, (_, judged) in seen.items())
+    inputs = "; ".join(f"{who}: {question.id}" for who, (question, _) in seen.items())
+    caption = f"by the declared tolerance; in brackets the worst error as a fraction of it. {inputs}"
+    return Table("who notices", ("input", *TENSORS), body, caption)
 
 
 def cell(found: Comparison) -> str:
     """Return how one tensor came out, in two words."""
     if found.worst is None:
-        return "right" if found.ok else f"wrong: {shortened(found.detail, 40)}"
+        return "right" if found.ok else "wrong"  # `wrong_parts` says how: there is no number for it
     if not found.ok and found.got is not None and not math.isfinite(found.got):
         return f"wrong ({found.got})"
     return f"{'right' if found.ok else 'wrong'} ({found.worst:.2g})"
@@ -110,18 +111,26 @@ def cell(found: Comparison) -> str:
 
 def gate_table(fault: Fault, row: matrix.Row) -> Table:
     """Return what each gate of `verify` says."""
-    body = []
-    for gate, asked in row.asked.items():
-        objection = row.caught.get(gate)
-        said = "objects to nothing" if objection is None else f"{objection['case']}: {shortened(objection['detail'])}"
-        expected = "yes" if gate in fault.expected else ""
-        body.append((gate, "caught" if objection else "-", expected, str(asked), said))
-    return Table("gates of verify", ("gate", "verdict", "expected", "questions", "first objection"), tuple(body))
+    body = tuple(
+        (gate, "caught" if gate in row.caught else "-", "yes" if gate in fault.expected else "", str(asked))
+        for gate, asked in row.asked.items()
+    )
+    return Table("gates of verify", ("gate", "verdict", "expected", "questions"), body)
 
 
-def shortened(text: str, length: int = 110) -> str:
-    """Return the beginning of a text."""
-    return text if len(text) <= length else text[: length - 3] + "..."
+def objections(row: matrix.Row) -> list[str]:
+    """Return what each gate that caught it saw first."""
+    return [f"{gate}: {seen['case']}: {seen['detail']}" for gate, seen in row.caught.items()]
+
+
+def wrong_parts(seen: dict[str, tuple[Case | Example, Judged]]) -> list[str]:
+    """Return what is wrong with results that no error measures: one that is missing, or of another shape or dtype."""
+    return [
+        f"{who}: {name}: {found.detail}"
+        for who, (_, judged) in seen.items()
+        for name, found in judged.parts.items()
+        if found.worst is None and not found.ok
+    ]
 
 
 def value_table(fault: Fault, exposed: Judged) -> tuple[Table, ...]:

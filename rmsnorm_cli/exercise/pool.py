@@ -8,21 +8,32 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rmsnorm_cli import faults
+
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.exercise.matrix import Row
 
-MOST = 8  # processes; each holds a copy of PyTorch, and on a GPU a context of its own
+MOST = 16  # processes; each holds a copy of PyTorch, and on a GPU a context of its own
 
 
 def examined(names: Sequence[str], directory: Path, settings: "Settings", device: "Device") -> Iterator["Row"]:
-    """Yield the row of each mistake as it is finished; raises what a process raised."""
-    workers = min(len(os.sched_getaffinity(0)), MOST, len(names))
-    context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_quiet, initargs=(device,))
+    """Yield the row of each mistake as it is finished; raises what a process raised.
+
+    A mistake that can end a GPU's context gets a process of its own, so that it ends nobody else's.
+    """
+    alone = [name for name in names if device.execution == "cuda" and _crashes(name)]
+    together = [name for name in names if name not in alone]
+    workers = min(len(os.sched_getaffinity(0)), MOST, len(together))
+    executors, waiting = [], []
+    for size, group in [(workers, together), *((1, [name]) for name in alone)]:
+        if group:
+            context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+            executor = ProcessPoolExecutor(size, mp_context=context, initializer=_quiet, initargs=(device,))
+            executors.append(executor)
+            waiting += [executor.submit(_examine, name, directory, settings, device) for name in group]
     try:
-        waiting = [executor.submit(_examine, name, directory, settings, device) for name in names]
         for done in as_completed(waiting):
             yield done.result()
     except BaseException:  # an interrupt too: nobody waits for what nobody will read
@@ -30,7 +41,12 @@ def examined(names: Sequence[str], directory: Path, settings: "Settings", device
             process.terminate()
         raise
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        for executor in executors:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _crashes(name: str) -> bool:
+    return any(fault.name == name and fault.crashes for fault in faults.CATALOGUE)
 
 
 def _quiet(device: "Device") -> None:

@@ -1,7 +1,8 @@
 """The catalogue of mistakes: each a change of one or two expressions in the kernel's own source.
 
 In reading order: `fault` says what a mistake is; `forward`, `scaling`, `rounding`, `dx`, `dgamma`, `wiring`, `memory`
-hold them and `equivalent` the changes that are none; `predict` and `examples` serve them; `apply` makes them run.
+hold those of `rowwise`, `analogues`, `tiling`, `sharing`, `launching` those of `fused`, and `equivalent` the changes
+that are none; `predict` and `examples` serve them; `apply` makes them run, in a `shadow` of the kernels' package.
 """
 
 from difflib import get_close_matches
@@ -9,17 +10,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rmsnorm_cli.errors import ConfigError
-from rmsnorm_cli.faults import apply, dgamma, dx, equivalent, forward, memory, rounding, scaling, wiring
-from rmsnorm_cli.faults.fault import STAGES, Change, Fault, FaultNotApplicable
+from rmsnorm_cli.faults import (
+    analogues,
+    apply,
+    dgamma,
+    dx,
+    equivalent,
+    forward,
+    launching,
+    memory,
+    rounding,
+    scaling,
+    sharing,
+    tiling,
+    wiring,
+)
+from rmsnorm_cli.faults.fault import KERNELS, STAGES, Change, Fault, FaultNotApplicable
 
 if TYPE_CHECKING:
     from rmsnorm_cli.kernels.api import Implementation
 
-__all__ = ["CATALOGUE", "DEFAULT", "Change", "Fault", "FaultNotApplicable", "find", "implementation"]
+__all__ = ["CATALOGUE", "DEFAULT", "KERNELS", "Change", "Fault", "FaultNotApplicable", "find", "implementation"]
 
-_ALL = (forward, scaling, rounding, dx, dgamma, wiring, memory, equivalent)
+_OF_ROWWISE = (forward, scaling, rounding, dx, dgamma, wiring, memory)
+_OF_FUSED = (analogues, tiling, sharing, launching)
 CATALOGUE: tuple[Fault, ...] = tuple(
-    sorted((fault for module in _ALL for fault in module.FAULTS), key=lambda fault: STAGES.index(fault.stage))
+    sorted(
+        (fault for module in (*_OF_ROWWISE, *_OF_FUSED, equivalent) for fault in module.FAULTS),
+        key=lambda fault: (KERNELS.index(fault.kernel), STAGES.index(fault.stage)),
+    )
 )
 DEFAULT = "divide-by-block"
 
@@ -35,7 +54,7 @@ def find(name: str) -> Fault:
 
 
 def implementation(name: str, directory: Path) -> "Implementation":
-    """Return `rowwise` with a mistake in it; changed source and diff are written to `directory`/faults/<name>/.
+    """Return a kernel with a mistake in it; changed source and diff are written to `directory`/faults/<name>/.
 
     Call it after a device has been chosen. Raises ConfigError for an unknown name, FaultNotApplicable if the kernel's
     source no longer holds what the mistake changes.

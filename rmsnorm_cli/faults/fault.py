@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from rmsnorm_cli.faults.examples import Example
     from rmsnorm_cli.gates.hypotheses import Terms
 
-Stage = Literal["forward", "dx", "dgamma", "wiring", "memory"]
-STAGES: tuple[Stage, ...] = ("forward", "dx", "dgamma", "wiring", "memory")
-Source = Literal["rowwise.py", "autograd.py"]
+Stage = Literal["forward", "dx", "dgamma", "wiring", "memory", "launch"]
+STAGES: tuple[Stage, ...] = ("forward", "dx", "dgamma", "wiring", "memory", "launch")
+Kernel = Literal["rowwise", "fused"]
+KERNELS: tuple[Kernel, ...] = ("rowwise", "fused")
+Source = Literal[
+    "rowwise.py", "autograd.py",
+    "tiles.py", "forward.py", "backward.py", "reread.py", "split.py", "chunks.py",
+    "rowlayout.py", "frontplan.py", "backplan.py", "fused.py",
+]  # fmt: skip
 
 CONTRACT = "contract"
 MEMORY = "memory"
@@ -48,13 +54,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake, as a change of the kernel's own source.
+    """One mistake, as a change of a kernel's own source.
 
     `exposing` is an input whose result shows it, `hiding` one whose result does not (None where every input shows it);
     they are equal where it is not the input that matters but how often, or in which graph, it is called. `predicted`
     gives, in float64, the wrong y (M, N), dx (M, N) and dgamma (N,) that the mistake must produce; what it leaves out
     stays right. `expected` are the gates that must catch it. `equivalent` argues why a change is no mistake;
-    `cuda_only` why the interpreter cannot show it.
+    `cuda_only` why the interpreter cannot show it, `interpreter_only` why a GPU is not asked for it. One that `crashes`
+    can take a GPU's context with it, and runs in a process of its own.
     """
 
     name: str
@@ -69,6 +76,22 @@ class Fault:
     predicted: "Callable[[Terms], dict[str, Tensor]] | None" = None
     equivalent: str = ""
     cuda_only: str = ""
+    interpreter_only: str = ""
+    crashes: bool = False
+
+    @property
+    def kernel(self) -> Kernel:
+        """Return the kernel that the mistake is in."""
+        return "rowwise" if self.file in ("rowwise.py", "autograd.py") else "fused"
+
+    @property
+    def launcher(self) -> str:
+        """Return the module that is called when the mistake runs."""
+        return "fused" if self.kernel == "fused" else self.file.removesuffix(".py")
+
+    def elsewhere(self, execution: str) -> str:
+        """Return why this execution ("cuda", "interpreter") says nothing about the mistake; "" where it does."""
+        return self.interpreter_only if execution == "cuda" else self.cuda_only
 
     @property
     def shown_by(self) -> str:

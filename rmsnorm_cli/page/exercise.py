@@ -28,7 +28,8 @@ def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator
         "p",
         f"{score['caught']} of {score['of']} mistakes are caught by a check; the usual test catches {score['naive']}.",
     )
-    yield _matrix(found)
+    for kernel in dict.fromkeys(map(_kernel, found["faults"])):
+        yield _matrix(found, kernel)
     survivors = [entry["name"] for entry in found["faults"] if entry["name"] in score["survivors"]]
     if survivors:
         yield html.element("p", f"Not caught by any check: {', '.join(survivors)}.")
@@ -47,8 +48,16 @@ def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator
     yield html.bullets(LIMITS)
 
 
-def _matrix(found: Mapping[str, Any]) -> Drawing:
-    mistakes = [entry for entry in found["faults"] if not entry["equivalent"] and not entry["not_run"]]
+def _kernel(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("kernel", "rowwise"))
+
+
+def _matrix(found: Mapping[str, Any], kernel: str) -> Drawing:
+    mistakes = [
+        entry
+        for entry in found["faults"]
+        if _kernel(entry) == kernel and not entry["equivalent"] and not entry["not_run"]
+    ]
     cells = {}
     for entry in mistakes:
         cells[entry["name"], USUAL] = "caught" if entry["naive"] == "caught" else "passed"
@@ -57,10 +66,10 @@ def _matrix(found: Mapping[str, Any]) -> Drawing:
             caught = "caught" if gate in entry["caught_by"] else "passed"
             cells[entry["name"], gate] = caught if asked else "not asked"
     return figures.matrix(
-        "mistakes",
-        f"Mistakes of the catalogue against the checks, executed on {found['execution']}. Filled: caught; outlined: "
-        "passes; empty: not asked.",
-        f"mistakes against checks ({found['execution']})",
+        "mistakes" if kernel == "rowwise" else f"mistakes-{kernel}",
+        f"Mistakes in {kernel} against the checks, executed on {found['execution']}. Filled: caught; outlined: passes; "
+        "empty: not asked.",
+        f"mistakes in {kernel} against checks ({found['execution']})",
         [entry["name"] for entry in mistakes],
         [USUAL, *found["gates"]],
         cells,

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def perform(folder: Path, console: Console | None = None, **options: Any):
         outcome = exercise.run(chosen, run, console or Console(quiet=True), DEVICE)
         run.finish(outcome)
     return outcome, run.dir
+
+
+def said(outcome) -> str:
+    """Return what the notes say, as one line."""
+    return " ".join(" ".join(outcome.notes).split())
 
 
 # --- the lesson -------------------------------------------------------------------------------------------------------
@@ -73,13 +79,13 @@ def test_a_wrong_prediction_is_shown_and_is_no_failure(tmp_path):
     assert outcome.exit_code == 0
     assert told["output"]["verdict"] == told["mended"]["verdict"] == "not so"
     assert told["sum"]["verdict"] == "not predicted"
-    assert any("output: you said 0.7, it is 1.411458." in note for note in outcome.notes)
+    assert "output: you said 0.7, it is 1.411458." in said(outcome)
 
 
 def test_without_a_prediction_the_lesson_runs_and_says_how_to_make_one(tmp_path):
     outcome, _ = perform(tmp_path)
     assert outcome.status == "passed"
-    assert any("rmsnorm exercise --predict sum=...,mean=..." in note for note in outcome.notes)
+    assert "To say first what you expect: rmsnorm exercise --predict sum=...,mean=..." in said(outcome)
 
 
 def test_a_measurement_that_arithmetic_does_not_explain_fails(tmp_path, monkeypatch):
@@ -158,8 +164,10 @@ def test_the_page_of_a_mistake_shows_both_tests_and_the_predicted_value(tmp_path
     outcome, _ = perform(tmp_path, Console(), fault="backward-divides-by-block")
     who, by_gate, values = outcome.tables
     assert outcome.status == "passed"
-    assert [row[3].split()[0] for row in who.rows] == ["right", "right", "wrong"]
+    assert [row[2].split()[0] for row in who.rows] == ["right", "right", "wrong"]
+    assert "exposing: float32/7x258/aligned/contiguous" in who.caption
     assert {row[0]: row[1] for row in by_gate.rows}["declared tolerance"] == "caught"
+    assert "declared tolerance: float32/7x258/aligned/contiguous: first wrong element" in said(outcome)
     (value,) = values.rows
     assert float(value[3]) == pytest.approx(float(value[4]), rel=1e-5)
     assert abs(float(value[2]) - float(value[3])) > 0.1
@@ -175,6 +183,18 @@ def test_a_mistake_that_does_something_else_than_predicted_fails(tmp_path, monke
     assert any(note.startswith("y: not what algebra predicts") for note in outcome.notes)
 
 
+def test_a_mistake_in_fused_has_its_page_too(tmp_path, capsys):
+    outcome, folder = perform(tmp_path, Console(), fault="second-tile-replaces-sum")
+    assert outcome.status == "passed"
+    assert [row[1].split()[0] for row in outcome.tables[0].rows] == ["right", "right", "wrong"]
+    assert "Every element is what algebra predicts" in said(outcome)
+    assert "+        square_sum = row_sum(xb * xb, ROWS)" in capsys.readouterr().out
+    assert sorted(p.name for p in (folder / "faults/second-tile-replaces-sum").iterdir()) == [
+        "change.diff",
+        "forward.py",
+    ]
+
+
 def test_an_equivalent_change_passes_because_nobody_objects(tmp_path):
     outcome, _ = perform(tmp_path, fault="gamma-padding-of-ones")
     assert outcome.status == "passed"
@@ -188,20 +208,33 @@ def test_a_mistake_that_needs_a_gpu_is_refused_without_one(tmp_path):
         EnvironmentProblem, match="atomic-sum needs a GPU: the interpreter runs programs one after the other"
     ):
         perform(tmp_path, fault="atomic-sum")
+    with pytest.raises(
+        EnvironmentProblem, match="flag-of-a-step-before needs a GPU: programs that wait for one another"
+    ):
+        perform(tmp_path, fault="flag-of-a-step-before")
+
+
+def test_a_mistake_that_a_gpu_is_not_asked_for_is_refused_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.DEVICE", environment.Device("cuda", "cuda", "cuda:0", "a GPU"))
+    with pytest.raises(EnvironmentProblem, match="rstd-of-program needs the interpreter: a GPU has more programs"):
+        perform(tmp_path, fault="rstd-of-program")
 
 
 # --- all mistakes -----------------------------------------------------------------------------------------------------
 
 
+RUN_HERE = [fault for fault in faults.CATALOGUE if not fault.elsewhere(DEVICE.execution)]
+
+
 def rows(**changed: Row) -> list[Row]:
     """Return what a perfect run of the catalogue gives, with some rows replaced."""
     found = []
-    for name in [UNCHANGED, *(fault.name for fault in faults.CATALOGUE if not fault.cuda_only)]:
-        innocent = name == UNCHANGED or faults.find(name).equivalent
+    for name in [*UNCHANGED, *(fault.name for fault in RUN_HERE)]:
+        innocent = name in UNCHANGED or faults.find(name).equivalent
         caught = (
             {} if innocent else {"declared tolerance": {"case": "c", "status": "failed", "detail": "d", "hint": ""}}
         )
-        found.append(changed.get(name.replace("-", "_"), Row(name, "passes", caught, {"declared tolerance": 1})))
+        found.append(changed.get(re.sub(r"\W", "_", name), Row(name, "passes", caught, {"declared tolerance": 1})))
     return found
 
 
@@ -214,7 +247,7 @@ def test_all_caught_and_nothing_else_is_a_score_of_everything(tmp_path, monkeypa
     outcome, folder = scored(tmp_path, monkeypatch, rows())
     score = outcome.summary["score"]
     assert outcome.status == "passed"
-    assert score["caught"] == score["of"] == sum(not f.equivalent and not f.cuda_only for f in faults.CATALOGUE)
+    assert score["caught"] == score["of"] == sum(not fault.equivalent for fault in RUN_HERE)
     assert score["naive"] == 0
     entries = outcome.summary["matrix"]["faults"]
     assert {"name", "pass", "naive", "caught_by", "expected", "equivalent"} <= set(entries[0])
@@ -232,17 +265,19 @@ def test_a_survivor_is_named_and_fails_the_run(tmp_path, monkeypatch):
     outcome, folder = scored(tmp_path, monkeypatch, rows(eps_forgotten=Row("eps-forgotten", "passes")))
     assert outcome.status == "failed"
     assert outcome.summary["score"]["survivors"] == ["eps-forgotten"]
-    assert any(note.startswith("survivors: eps-forgotten") for note in outcome.notes)
+    assert "survivors: eps-forgotten" in said(outcome)
+    assert outcome.tables[1].rows == (("eps-forgotten", "survives: none of 0 questions showed it"),)
     assert "Survivors: eps-forgotten." in (folder / "gates.md").read_text()
 
 
-@pytest.mark.parametrize("name", [UNCHANGED, "row-offset-in-32-bits"])
+@pytest.mark.parametrize("name", [*UNCHANGED, "row-offset-in-32-bits", "masks-that-mask-nothing"])
 def test_an_objection_to_what_is_right_fails_the_run(tmp_path, monkeypatch, name):
     """A false alarm discredits every catch, so it is a failure and not a point."""
     false = Row(name, "passes", {"memory": {"case": "c", "status": "failed", "detail": "d", "hint": ""}})
-    outcome, _ = scored(tmp_path, monkeypatch, rows(**{name.replace("-", "_"): false}))
+    outcome, _ = scored(tmp_path, monkeypatch, rows(**{re.sub(r"\W", "_", name): false}))
     assert outcome.status == "failed"
-    assert outcome.tables[1].rows == ((name, "no mistake, but memory objects", "c: d"),)
+    assert outcome.tables[1].rows == ((name, "no mistake, but memory objects"),)
+    assert f"{name}: memory: c: d" in said(outcome)
 
 
 def test_a_mistake_caught_elsewhere_than_expected_is_told(tmp_path, monkeypatch):
@@ -263,8 +298,55 @@ def test_a_mistake_meets_every_gate_until_each_objects(tmp_path):
     assert "memory" not in row.caught
 
 
-def test_the_unchanged_kernel_is_objected_to_by_no_gate(tmp_path):
-    assert matrix.examine(UNCHANGED, tmp_path, settings(tmp_path), DEVICE).caught == {}
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_an_unchanged_kernel_is_objected_to_by_no_gate(name, tmp_path):
+    assert matrix.examine(name, tmp_path, settings(tmp_path), DEVICE).caught == {}
+
+
+def test_gates_are_not_asked_any_more_once_a_mistake_has_cost_the_gpu(tmp_path, monkeypatch):
+    """What every later call says then is no finding about the mistake."""
+    lost = {"case": "c", "status": "error", "detail": "AcceleratorError: CUDA error: misaligned address"}
+    monkeypatch.setattr(matrix, "first_objection", lambda gate, *rest: (lost if gate.NAME == "memory" else None, 1))
+    apply.write(faults.find("gamma-ignored"), tmp_path)
+    row = matrix.examine("gamma-ignored", tmp_path, settings(tmp_path), DEVICE)
+    assert (list(row.asked), list(row.caught)) == (["contract", "memory"], ["memory"])
+
+
+def test_mistakes_that_can_cost_the_gpu_have_processes_of_their_own_there(tmp_path, monkeypatch):
+    pools: list[int] = []
+
+    class Executor:
+        def __init__(self, size, **_):
+            pools.append(0)
+
+        def submit(self, *_):
+            pools[-1] += 1
+            done = Future()
+            done.set_result(Row("any", "passes"))
+            return done
+
+        def shutdown(self, **_):
+            pass
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", Executor)
+    names = ["gamma-ignored", "rows-taken-as-aligned", "eps-forgotten", "row-offset-past-2-31"]
+    gpu = environment.Device("cuda", "cuda", "cuda:0", "a GPU")
+    assert len(list(pool.examined(names, tmp_path, settings(tmp_path), gpu))) == 4
+    assert pools == [2, 1, 1]
+
+
+@pytest.mark.parametrize("fault", ["divide-by-block", "second-tile-at-zero", "output-in-fp32"])
+def test_a_page_fits_a_terminal_of_80_columns_without_cutting_anything(fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console()
+    console.terminal = True
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no bar
+    outcome, folder = perform(tmp_path, console, fault=fault)
+    console.outcome(outcome)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line for line in shown.splitlines() if not line.startswith(("+", "-", " ")) and str(folder) not in line]
+    assert "…" not in shown
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_processes_of_the_pool_return_the_rows(tmp_path):
@@ -309,7 +391,8 @@ def test_what_the_command_cannot_do_is_refused_before_anything_runs(options, sai
 
 def test_the_list_has_every_mistake_with_its_inputs(tmp_path):
     outcome = exercise.listing(settings(tmp_path))
-    names = [row[0] for row in outcome.tables[0].rows]
+    names = [row[0] for table in outcome.tables for row in table.rows]
     assert names == [fault.name for fault in faults.CATALOGUE]
+    assert [table.title.split(":")[0] for table in outcome.tables] == ["rowwise", "fused"]
     assert outcome.exit_code == 0
     assert outcome.summary["faults"][0]["changes"][0]["before"]

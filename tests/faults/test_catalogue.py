@@ -13,8 +13,7 @@ import pytest
 from rmsnorm_cli import config, faults, gates
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.faults import CATALOGUE, Change, FaultNotApplicable, apply
-from rmsnorm_cli.faults.fault import BUDGET, DECLARED, FIT, STAGES
-from rmsnorm_cli.inputs.cases import Case
+from rmsnorm_cli.faults.fault import BUDGET, DECLARED, FIT, KERNELS, MEMORY, STAGES
 from rmsnorm_cli.kernels import implementation
 
 MISTAKES = [fault for fault in CATALOGUE if not fault.equivalent]
@@ -35,6 +34,16 @@ def test_there_are_at_least_forty_mistakes_in_every_pass():
     assert len(MISTAKES) >= 40
     assert set(passes) == set(STAGES)
     assert min(passes.values()) >= 5
+
+
+def test_both_kernels_have_mistakes_of_their_own():
+    """Those of `fused` spread over its files; one that shows on a GPU alone, or not there, says why."""
+    of = {kernel: [fault for fault in MISTAKES if fault.kernel == kernel] for kernel in KERNELS}
+    assert len(of["rowwise"]) >= 80
+    assert len(of["fused"]) >= 12 + 6
+    assert len({fault.file for fault in of["fused"]}) >= 8
+    assert not [fault.name for fault in CATALOGUE if fault.cuda_only and fault.interpreter_only]
+    assert all(fault.cuda_only for fault in of["fused"] if fault.file == "split.py")
 
 
 def test_names_are_words_and_no_two_are_equal():
@@ -87,11 +96,40 @@ def test_several_changes_of_one_mistake_are_all_made():
 
 def test_inputs_that_show_a_mistake_are_among_those_that_verify_asks():
     """Otherwise the score would speak for inputs that nobody's kernel is ever asked."""
-    asked = gates.declared.plan(verify_settings(), implementation("rowwise"), "interpreter")
-    exposing = [(f.name, f.exposing) for f in MISTAKES if {DECLARED, BUDGET} & set(f.expected)]
-    asked_of = [case for case in asked if isinstance(case, Case)]
-    assert len(exposing) > 50
-    assert not [(name, case.id) for name, case in exposing if case not in asked_of and case.layout == "contiguous"]
+    asked = {
+        kernel: gates.declared.plan(verify_settings(), implementation(kernel), "interpreter") for kernel in KERNELS
+    }
+    shown = [f for f in MISTAKES if {DECLARED, BUDGET} & set(f.expected) and not f.cuda_only]
+    shown = [f for f in shown if f.kernel == "fused" or f.exposing.layout == "contiguous"]
+    assert len(shown) > 70
+    assert not [(f.name, f.exposing.id) for f in shown if f.exposing not in asked[f.kernel]]
+
+
+def test_inputs_that_show_a_mistake_to_the_memory_gate_alone_are_among_its_own():
+    asked = gates.memory.plan(verify_settings(), implementation("fused"), "interpreter")
+    shown = [f for f in MISTAKES if f.kernel == "fused" and MEMORY in f.expected and DECLARED not in f.expected]
+    assert len(shown) >= 3
+    written_short = {
+        "second-tile-at-zero",
+        "last-rows-not-launched",
+    }  # any width in two tiles, any odd batch shows them
+    assert {f.name for f in shown if f.exposing not in asked} == written_short
+
+
+def test_inputs_that_show_a_mistake_on_a_gpu_are_asked_there(monkeypatch):
+    """Wide rows that go round a ring of words, vectors off their alignment, offsets past 2^31."""
+    monkeypatch.setattr(gates.declared, "_rows_by_processors", lambda: (131, 132, 133))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (gates.declared.FAR_BYTES + 1, 2**40))
+    asked = gates.declared.plan(verify_settings(), implementation("fused"), "cuda")
+    shown = [f for f in MISTAKES if f.kernel == "fused" and f.cuda_only]
+    assert len(shown) >= 7
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 2**40))
+    assert not [
+        case
+        for case in gates.declared.plan(verify_settings(), implementation("fused"), "cuda")
+        if case.layout == "far_rows"
+    ]
+    assert not [(f.name, f.exposing.id) for f in shown if f.exposing not in asked]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():
@@ -107,9 +145,9 @@ def test_source_and_diff_are_written_and_the_source_is_imported_from_there(tmp_p
     assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "rowwise.py"]
     assert "/ BLOCK" in (folder / "rowwise.py").read_text()
     assert "+    mean_square = tl.sum(x * x, axis=0) / BLOCK" in (folder / "change.diff").read_text()
-    module = apply.load(folder / "rowwise.py")
+    module = apply.load(fault, tmp_path)
     assert Path(module.__file__) == folder / "rowwise.py"
-    assert module.__name__ != apply.load(folder / "rowwise.py").__name__, "a second import starts afresh"
+    assert module.__name__ != apply.load(fault, tmp_path).__name__, "a second import starts afresh"
 
 
 def test_the_catalogue_can_be_listed_without_torch():
