@@ -35,6 +35,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.case("B76")
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
     saved = state() | {"generator": torch.Generator().manual_seed(3).get_state(), "none": torch.zeros(0, 7)}
     step, loaded = load(save(tmp_path, 12, saved, keep=1))
@@ -119,6 +120,7 @@ def archive(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.case("B76")
 @pytest.mark.parametrize(
     "content",
     [
@@ -144,6 +146,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path, content):
     assert marker.exists(), "the bomb works, so its silence above means something"
 
 
+@pytest.mark.case("B76")
 @pytest.mark.parametrize(
     ("held", "reason"),
     [
@@ -163,6 +166,7 @@ def test_a_sound_archive_that_is_not_ours_is_refused(tmp_path, held, reason):
         load(path)
 
 
+@pytest.mark.case("B76")
 def test_a_torchscript_archive_is_refused(tmp_path):
     path = tmp_path / "step-00000007.pt"
     with warnings.catch_warnings():
@@ -212,12 +216,14 @@ def test_strangers_in_the_folder_are_no_checkpoints(tmp_path):
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("B79")
 def test_the_last_k_stay(tmp_path):
     for step in range(10, 60, 10):
         save(tmp_path, step, state(), keep=2)
     assert steps(tmp_path) == [40, 50]
 
 
+@pytest.mark.case("B79")
 def test_a_stale_higher_number_never_costs_the_one_just_written(tmp_path):
     """Of two to keep and a stale 5000: 100 and 200 are there after 200, and still after a save of 300 that fails."""
     save(tmp_path, 5000, state(), keep=2)
@@ -231,12 +237,14 @@ def test_a_stale_higher_number_never_costs_the_one_just_written(tmp_path):
     assert steps(tmp_path) == [200, 300, 5000]
 
 
+@pytest.mark.case("B79")
 def test_keeping_one_keeps_the_one_just_written(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, state(step), keep=1)
         assert steps(tmp_path) == [step]
 
 
+@pytest.mark.case("B79")
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_none_is_refused_before_anything_is_written(tmp_path, keep):
     with pytest.raises(AssertionError):
@@ -265,6 +273,7 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.case("B74")
 def test_a_disk_that_takes_no_more_costs_no_earlier_checkpoint_and_leaves_no_rest(tmp_path):
     save(tmp_path, 1, state(1), keep=3)
     with full_disk(), pytest.raises(EnvironmentProblem, match=r"step 2 was not saved.*--resume") as problem:
@@ -274,6 +283,7 @@ def test_a_disk_that_takes_no_more_costs_no_earlier_checkpoint_and_leaves_no_res
     assert load(tmp_path / "step-00000001.pt")[0] == 1
 
 
+@pytest.mark.case("B74")
 def test_a_full_disk_is_called_full(tmp_path, monkeypatch):
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -284,6 +294,7 @@ def test_a_full_disk_is_called_full(tmp_path, monkeypatch):
     assert not names(tmp_path)
 
 
+@pytest.mark.case("B74")
 @pytest.mark.parametrize("folder", ["file/checkpoints", "file"])
 def test_a_folder_that_cannot_be_is_one_plain_sentence(tmp_path, folder):
     (tmp_path / "file").write_text("in the way")
@@ -291,6 +302,7 @@ def test_a_folder_that_cannot_be_is_one_plain_sentence(tmp_path, folder):
         save(tmp_path / folder, 2, state(), keep=1)
 
 
+@pytest.mark.case("B74")
 def test_leftovers_of_killed_processes_are_ignored_and_cleaned(tmp_path):
     save(tmp_path, 1, state(), keep=1)
     rest = tmp_path / ".step-00000009.pt.4711.tmp"
@@ -314,6 +326,7 @@ def died(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.case("B74")
 @pytest.mark.parametrize(
     ("module", "call", "survivor"),
     [

@@ -80,6 +80,7 @@ def test_wrong_usage_is_exit_2_in_one_sentence(arguments, tmp_path):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.case("B83")
 def test_three_configuration_errors_come_at_once_with_their_lines(tmp_path):
     """An unknown key, a wrong type and an unknown table: all named with line and remedy, and nothing was begun."""
     (tmp_path / "bad.toml").write_text('[operator]\neps = "1e-6"\n\n[verify]\ncolls = [3]\n\n[verfy]\nrows = [1]\n')
@@ -101,6 +102,7 @@ def test_a_dry_run_prints_the_resolved_toml_and_does_nothing(command, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.case("B86")
 def test_a_small_verification_passes_and_leaves_a_whole_run_directory(tmp_path):
     done = rmsnorm(*SMALL, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -128,6 +130,7 @@ def test_the_recorded_configuration_repeats_the_run(tmp_path):
     assert (first / "metrics.jsonl").read_text() == (second / "metrics.jsonl").read_text()
 
 
+@pytest.mark.case("B68")
 def test_a_wrong_kernel_fails_with_exit_1_and_says_where(tmp_path):
     (tmp_path / "mine.py").write_text("def identity(x, gamma, eps):\n    return x * gamma\n")
     done = rmsnorm(*SMALL, "--impl", "mine:identity", "--json", cwd=tmp_path)
@@ -138,6 +141,7 @@ def test_a_wrong_kernel_fails_with_exit_1_and_says_where(tmp_path):
     assert "no normalisation" in done.stderr.lower()
 
 
+@pytest.mark.case("B68")
 def test_a_filter_that_matches_nothing_is_never_a_pass(tmp_path):
     done = rmsnorm("verify", "--device", "interpreter", "--cols", "5000", "--only", "forward", "--json", cwd=tmp_path)
     assert done.returncode != 0
@@ -154,6 +158,7 @@ def test_an_unknown_implementation_is_a_usage_error_and_a_missing_package_is_not
         assert "pip install" in missing.stderr
 
 
+@pytest.mark.case("B86")
 def test_errors_under_json_are_one_document_too(tmp_path):
     for arguments in (("verify", "--set", "verify.colls=[1]"), ("verify", "--nonsense"), ("audit", "nowhere")):
         done = rmsnorm(*arguments, "--json", cwd=tmp_path)
@@ -202,6 +207,7 @@ def test_an_unforeseen_error_is_exit_3_without_a_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.case("B77")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_run_with_its_own_exit_code_and_status(number, code, tmp_path):
     process = subprocess.Popen(
@@ -279,6 +285,7 @@ def test_a_signal_while_the_command_line_is_parsed_keeps_its_code_and_document(t
     assert json.loads(done.stdout)["exit_code"] == 143
 
 
+@pytest.mark.case("B68")
 def test_a_dtype_named_and_never_judged_is_not_a_pass(tmp_path):
     """An implementation that takes one of the two named dtypes: half of what was asked was judged."""
     (tmp_path / "mine.py").write_text(

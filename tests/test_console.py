@@ -39,6 +39,7 @@ def test_quiet_keeps_the_verdict_and_silent_keeps_errors_alone(capsys):
     assert capsys.readouterr().err == "error: broken\n"
 
 
+@pytest.mark.case("B86")
 def test_json_owns_stdout_and_people_read_stderr(capsys):
     console = Console(json=True)
     console.note("a note")
@@ -72,6 +73,7 @@ def test_a_summary_that_cannot_be_written_is_a_warning(capsys, monkeypatch, tmp_
     assert "warning: the step summary could not be written" in capsys.readouterr().err
 
 
+@pytest.mark.case("B88")
 def test_a_stream_of_a_narrow_encoding_shows_what_it_cannot_write(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -90,6 +92,7 @@ def test_a_reader_that_leaves_silences_the_stream_and_nothing_else(monkeypatch):
             console.note("into the void" * 1000)
 
 
+@pytest.mark.case("B68")
 @pytest.mark.parametrize(
     ("statuses", "verdict"),
     [

@@ -150,6 +150,7 @@ def table_of(cell, **wanted):
     return table
 
 
+@pytest.mark.case("B71")
 def test_each_perimeter_has_whole_calls_cold_and_warm_gpu_time_and_host_time(measured):
     cell, _ = measured(known("torch", "reference"), _Clock(l2_bytes=2000))
     kinds = [(t["measure"], t["cache"]) for t in cell["tables"] if t["perimeter"] == "backward"]
@@ -164,6 +165,7 @@ def test_a_working_set_larger_than_the_cache_has_no_warm_time(measured):
     assert {t["cache"] for t in cell["tables"] if t["measure"] == "gpu"} == {"cold"}
 
 
+@pytest.mark.case("B71")
 def test_cold_graphs_walk_through_sets_that_hold_three_times_the_cache(measured):
     """A set of x and y takes 1584 bytes; three times 2000 needs four sets."""
     cell, _ = measured(known("torch"), _Clock(l2_bytes=2000), perimeters=("forward",))
@@ -180,6 +182,7 @@ def test_gpu_time_is_told_as_a_share_of_the_stream_measured_beside_it(measured):
     assert shares["reference"] == pytest.approx(0.25, rel=1e-2)
 
 
+@pytest.mark.case("B70")
 def test_a_program_faster_than_the_stream_when_cold_is_invalid(measured, monkeypatch):
     monkeypatch.setitem(PRICES, "torch", 0.3e-6)
     cell, _ = measured(known("torch", "reference"), perimeters=("forward",))
@@ -188,6 +191,7 @@ def test_a_program_faster_than_the_stream_when_cold_is_invalid(measured, monkeyp
     assert rows["reference"]["status"] == "passed"
 
 
+@pytest.mark.case("B70")
 def test_work_found_on_another_stream_leaves_a_row_without_any_number(measured):
     cell, _ = measured(known("torch"), _Clock(hidden=2.5e-4), perimeters=("forward",))
     for table in cell["tables"]:
@@ -362,6 +366,7 @@ def test_every_session_leaves_its_raw_samples_and_canaries(measured):
             assert len(record["seconds"]) == 40
 
 
+@pytest.mark.case("B71")
 def test_the_bytes_of_a_cell_are_those_of_the_model_that_is_printed():
     """4096 × 4096 in 2 bytes: 2·M·N·s = 67,108,864 and N·s = 8,192; the backward moves three matrices."""
     cell = Cell(4096, 4096, "float16")

@@ -88,6 +88,7 @@ def test_no_verdict_is_spoken_without_a_control_or_with_too_few_blocks():
     assert row_of(few, "ours")["against"]["torch"]["text"] == "inconclusive (19 blocks, verdicts need 20)"
 
 
+@pytest.mark.case("B70")
 def test_a_cold_time_below_the_stream_is_invalid_and_a_warm_one_is_not():
     seconds = {"skips": 0.5e-6, "skips (A/A)": 0.5e-6, "torch": 2e-6, "stream": 1e-6}
     cold = table_of(session_of(seconds), ["skips", "torch"], cold=True)

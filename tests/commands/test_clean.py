@@ -59,6 +59,7 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.case("B85")
 def test_a_folder_of_traps_loses_only_what_the_tool_made(tmp_path, runs):
     """Links out of the folder, from inside runs, in place of run.json, loops, look-alikes: nothing outside changes."""
     outside = tmp_path / "outside"
@@ -90,6 +91,7 @@ def test_a_folder_of_traps_loses_only_what_the_tool_made(tmp_path, runs):
     assert outcome.summary["removed"] == [ours.name, "latest", "latest-verify"]
 
 
+@pytest.mark.case("B85")
 def test_the_dry_run_lists_exactly_what_goes(runs):
     """The list of --dry-run is the list of what the same call then removes, and it changes nothing itself."""
     for hour in (1, 2, 3, 4):
@@ -201,6 +203,7 @@ def test_a_run_of_unknown_process_stays_until_it_has_been_silent_for_a_day(runs)
     assert swept(runs).summary["removed"] == [made.name, "latest", "latest-verify"]
 
 
+@pytest.mark.case("B85")
 @pytest.mark.parametrize("disturb", ["lock", "swap", "foreign", "gone"])
 def test_what_changes_between_list_and_removal_is_safe(tmp_path, runs, monkeypatch, disturb):
     """A run taken up, replaced or removed after the list was made: what has taken its place is not touched."""
@@ -246,6 +249,7 @@ def test_a_link_that_was_not_listed_stays(runs, monkeypatch):
     assert os.path.lexists(runs / "latest-bench")
 
 
+@pytest.mark.case("B85")
 def test_a_file_system_mounted_inside_a_run_is_not_emptied(runs):
     """A mount is as good as a link: what it holds lies elsewhere, so the run stays and says why."""
     made = make(runs, 1)
@@ -283,6 +287,7 @@ def test_a_removal_cut_short_can_be_taken_up_again(runs, monkeypatch):
     assert not made.exists()
 
 
+@pytest.mark.case("B85")
 @pytest.mark.parametrize("options", [{}, {"dry_run": True}, {"scope": "cache"}])
 def test_a_runs_folder_that_is_a_link_is_refused(tmp_path, runs, options):
     """Nothing is listed or removed through a link; the sentence names the folder behind it."""

@@ -55,6 +55,7 @@ def tool(tmp_path):
     return start
 
 
+@pytest.mark.case("B73", "B77")
 def test_a_kernel_learns_is_stopped_by_sigterm_and_goes_on_in_a_new_process(tool, tmp_path):
     """Exit 143 with the step that was saved; then --resume --json is a pass, with the kernel's own counts."""
     first = tool("--config", "small.toml")

@@ -54,6 +54,7 @@ def test_each_key_has_the_line_on_which_it_begins() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.case("B88")
 def test_line_ends_of_windows_do_not_move_a_line() -> None:
     assert parse(FORMS.replace("\n", "\r\n")).lines == parse(FORMS).lines
 
@@ -88,6 +89,7 @@ def test_what_is_not_toml_is_told_with_its_line(kind: str) -> None:
     assert len(faults) <= 2  # YAML is wrong on both of its lines
 
 
+@pytest.mark.case("B83")
 def test_the_reader_goes_on_behind_a_faulty_statement(tmp_path: Path) -> None:
     """One stray line, a key twice and a table twice do not hide the misspelt keys above, between and below."""
     file = tmp_path / "c.toml"
@@ -114,6 +116,7 @@ def test_what_stands_above_an_unclosed_value_is_still_read(tmp_path: Path) -> No
     assert [line.split(":")[1] for line in caught.value.problems] == ["2", "4"]
 
 
+@pytest.mark.case("B88")
 @pytest.mark.parametrize(
     "raw",
     [
@@ -129,6 +132,7 @@ def test_utf8_files_of_every_editor_load(raw: bytes, tmp_path: Path) -> None:
     assert load("verify", file=file).run.name == "x"
 
 
+@pytest.mark.case("B88")
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_utf16_and_utf32_are_refused_by_name_and_told_to_be_utf8(encoding: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
@@ -137,6 +141,7 @@ def test_utf16_and_utf32_are_refused_by_name_and_told_to_be_utf8(encoding: str, 
         load("verify", file=file)
 
 
+@pytest.mark.case("B88")
 def test_other_encodings_are_refused_at_the_line_of_the_first_foreign_byte(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_bytes("[run]\n# gr\xfc\xdfe\n".encode("latin-1"))

@@ -77,6 +77,7 @@ def problems(text: str, tmp_path: Path, command: str = "verify") -> list[str]:
     return [line.removeprefix(f"{file}:") for line in caught.value.problems]
 
 
+@pytest.mark.case("B83", "B89")
 @pytest.mark.parametrize("kind", BROKEN)
 def test_each_kind_of_broken_file_is_one_line_that_names_place_and_remedy(kind: str, tmp_path: Path) -> None:
     text, opening, contains = BROKEN[kind]
@@ -110,6 +111,7 @@ tolerances.float32.atol = 1  # wrong
 """
 
 
+@pytest.mark.case("B83")
 def test_all_problems_of_a_file_are_told_at_once_in_the_order_of_its_lines(tmp_path: Path) -> None:
     lines = MANY.split("\n")
     wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
@@ -123,12 +125,14 @@ def test_a_command_refuses_a_file_that_is_wrong_about_another_command(command: s
     assert len(problems(text, tmp_path, command)) == len(COMMANDS)
 
 
+@pytest.mark.case("B89")
 def test_a_wrong_value_does_not_take_its_table_along(tmp_path: Path) -> None:
     """Four keys of one table, two of them wrong: exactly those two are told."""
     told = problems("[train]\nsteps = 5\nbatch = 0\nwidth = 33\nkeep = 1.5\n", tmp_path)
     assert [line.split(":")[1].strip() for line in told] == ["train.batch", "train.keep"]
 
 
+@pytest.mark.case("B83")
 def test_problems_of_every_layer_come_in_one_error(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[operator]\neps = 0\n")

@@ -161,6 +161,7 @@ def test_exact_class_is_exact_in_every_dtype(dtype, N):
         assert torch.equal(exact.to(getattr(torch, dtype)).double(), exact)
 
 
+@pytest.mark.case("B65")
 def test_stalling_sum_is_lost_on_a_16_bit_accumulator_and_seen_by_its_tolerance():
     for dtype, first in (("float16", 512.0), ("bfloat16", 64.0)):
         case = cases.case((67, 4), dtype, "stalling", 1e-6, 0)
@@ -304,6 +305,7 @@ def test_oracle_knows_the_facts_checked_by_hand():
     assert scaled.y.tolist()[0] == pytest.approx([1.697056, 0.565685], abs=5e-7)
 
 
+@pytest.mark.case("B34")
 def test_oracle_rounds_where_llama_does():
     """bf16 x = [3, 4], gamma = 1.5: one rounding gives 1.6953125, rounding x̂ first gives 1.703125."""
     x, gamma = torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16), torch.tensor([1.5, 1.5], dtype=torch.bfloat16)
@@ -314,6 +316,7 @@ def test_oracle_rounds_where_llama_does():
     assert twice == [[1.2734375, 1.703125]]
 
 
+@pytest.mark.case("B40")
 def test_oracle_adds_one_to_gemmas_gamma_and_not_to_its_gradient():
     inputs = Inputs(torch.tensor([[3.0, 4.0]]), torch.tensor([0.5, -0.5]), torch.tensor([[1.0, 2.0]]))
     plain = Inputs(inputs.x, inputs.gamma + 1, inputs.dy)

@@ -30,6 +30,7 @@ def test_a_right_result_passes():
     assert not found.regions
 
 
+@pytest.mark.case("B64")
 def test_one_wrong_element_of_4096_fails_with_its_index_and_both_values():
     got = right()
     got[2, 77] += 1
@@ -42,6 +43,7 @@ def test_one_wrong_element_of_4096_fails_with_its_index_and_both_values():
     assert "1 of 4096 wrong" in found.detail
 
 
+@pytest.mark.case("B64")
 def test_one_nan_fails_and_is_named():
     got = right()
     got[3, 5] = math.nan
@@ -52,10 +54,12 @@ def test_one_nan_fails_and_is_named():
     assert found.ulps is None
 
 
+@pytest.mark.case("B64")
 def test_nan_everywhere_fails():
     assert not judged(torch.full_like(right(), math.nan)).ok
 
 
+@pytest.mark.case("B64")
 def test_an_infinity_where_the_oracle_is_finite_fails():
     got = right()
     got[0, 0] = math.inf
@@ -80,6 +84,7 @@ def test_an_oracle_beyond_fp16_wants_an_infinity():
     assert not judged(clipped, want, fp16, torch.float16).ok
 
 
+@pytest.mark.case("B64")
 def test_a_shape_that_would_broadcast_fails():
     for got in (WANT[:, :1].float(), WANT[:1].float(), torch.tensor(0.0), torch.empty(0), WANT.float()[None]):
         found = judged(got)
@@ -87,6 +92,7 @@ def test_a_shape_that_would_broadcast_fails():
         assert "shape" in found.detail
 
 
+@pytest.mark.case("B64")
 def test_another_dtype_fails_even_with_right_values():
     assert "dtype" in judged(WANT.half()).detail
     assert "dtype" in judged(WANT.clone()).detail
@@ -100,6 +106,7 @@ def test_what_is_no_tensor_fails():
     assert "list" in judged(right().tolist()).detail
 
 
+@pytest.mark.case("B64")
 def test_an_empty_result_equals_an_empty_oracle_only():
     empty = torch.empty(0, 8, dtype=torch.float64)
     assert judged(empty.float(), empty).ok
@@ -135,6 +142,7 @@ def test_dx_is_scaled_only_away_from_unit_rms():
     assert dx_scale(rstd).tolist() == [0.4, 1, 1, 1, 700, 1, 1, 1]
 
 
+@pytest.mark.case("B64")
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 6), cols=st.integers(1, 70))
 def test_a_single_wrong_element_is_found_wherever_it_is(data, rows, cols):

@@ -94,6 +94,7 @@ def test_refusal_names_argument_value_and_limit_before_anything_happens(why, gra
     assert counters() == {}
 
 
+@pytest.mark.case("B11")
 @pytest.mark.parametrize("shape", [(4096, 4096), (16384, 1024), (0, 4096), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_limits_themselves_are_inside(shape, dtype, device):
@@ -112,6 +113,7 @@ def test_the_same_verdict_without_tensors():
     assert CallSpec.of(ones(2, 6)[:, ::2], None, 1.0) == CallSpec((2, 3), torch.float32, None, False, 1.0, "cpu")
 
 
+@pytest.mark.case("B58")
 @pytest.mark.parametrize(
     "eps", [1, 1.0, numpy.float32(1), numpy.float64(1), numpy.int64(1), torch.tensor(1.0), torch.tensor(1.0).double()]
 )

@@ -218,6 +218,7 @@ def test_a_row_keeps_its_bits_in_any_batch(N, dtype, device):
     fused._backward_plans.clear()  # they were made with another border between few rows and many
 
 
+@pytest.mark.case("B61")
 @pytest.mark.gpu
 @pytest.mark.parametrize("N", [128, 257, 4096, 4099, 16384, 32768, 131072])
 def test_a_row_keeps_its_bits_on_a_gpu(N, device):
@@ -233,6 +234,7 @@ def test_a_row_keeps_its_bits_on_a_gpu(N, device):
             assert torch.equal(batch_dx[at], dx[0])
 
 
+@pytest.mark.case("B16")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N"), [(4096, 4096), (300, 65536), (65536, 128), (300, 16384)])
 def test_the_same_bits_a_hundred_times(M, N, device):
@@ -245,6 +247,7 @@ def test_the_same_bits_a_hundred_times(M, N, device):
         assert torch.equal(weights, dgamma)
 
 
+@pytest.mark.case("B10")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N"), [(2**23 + 16, 256), (524289, 4096)])
 def test_more_than_two_to_the_31_elements(M, N, device):
@@ -261,6 +264,7 @@ def test_more_than_two_to_the_31_elements(M, N, device):
     assert dx[0, 0] == dx[-2, -1] == 1000
 
 
+@pytest.mark.case("B19")
 def test_few_rows_leave_no_partial_unwritten(device):
     """With fewer rows than programs dgamma holds no stale memory, though all free memory is NaN."""
     del_me = [torch.full((n,), float("nan"), device=device) for n in (64, 4096, 65536)]

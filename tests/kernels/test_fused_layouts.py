@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.case("B01", "B02", "B04", "B05")
 @pytest.mark.parametrize("dy", ["contiguous", "expanded", "one number", "transposed", "column slice"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_of_x_and_dy(layout, dy, device):
@@ -134,6 +135,7 @@ def test_opcheck_of_the_registered_operators(gamma, device):
     assert set(torch.library.opcheck(torch.ops.rmsnorm.fused_backward.default, arguments).values()) == {"SUCCESS"}
 
 
+@pytest.mark.case("B55")
 @pytest.mark.parametrize("layout", ["contiguous", "heads"])
 def test_compile_without_a_graph_break(layout, device):
     """torch.compile(fullgraph=True) keeps the operator, gives eager's values, and compiles again at most once for M."""
@@ -162,6 +164,7 @@ def test_compile_without_a_graph_break(layout, device):
     assert 1 <= len(graphs) <= 2
 
 
+@pytest.mark.case("B53")
 @pytest.mark.skipif(INTERPRETED, reason="graphs, streams and autocast's kernels are a GPU's")
 @pytest.mark.gpu
 def test_cuda_graph_replays_on_new_values(device):
@@ -187,6 +190,7 @@ def test_cuda_graph_replays_on_new_values(device):
     close(gamma.grad, want_dgamma, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.case("B38")
 @pytest.mark.gpu
 def test_autocast_leaves_the_norm_to_its_inputs(device):
     """Under autocast a linear layer's bf16 meets an fp32 gamma: y is bf16, gradients have their leaves' dtypes."""
@@ -198,6 +202,7 @@ def test_autocast_leaves_the_norm_to_its_inputs(device):
     assert (y.dtype, norm.weight.grad.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
+@pytest.mark.case("B49")
 @pytest.mark.gpu2
 def test_on_the_gpu_that_is_not_current():
     """Everything of a call happens on x's GPU, and the current one stays current."""

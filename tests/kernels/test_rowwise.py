@@ -114,6 +114,7 @@ def test_same_bits_each_time_and_in_every_batch(dtype, device):
 GUARD = 4096  # numbers on either side of an allocation; no block is wider
 
 
+@pytest.mark.case("B08", "B14")
 @pytest.mark.parametrize(("M", "N"), [(1, 3), (65, 257)])
 def test_every_element_is_written_and_nothing_else(M, N, device, monkeypatch):
     """Allocations full of a poison, with guards around them, come out right everywhere and untouched outside."""
@@ -156,6 +157,7 @@ def test_padding_behind_the_inputs_is_not_read(device):
         assert torch.equal(got, want)
 
 
+@pytest.mark.case("B46")
 def test_what_is_not_needed_is_neither_allocated_nor_different(device, monkeypatch):
     """A frozen gamma costs no partial, a frozen x no dx, and the other gradient keeps its bits."""
     x, gamma, dy = draw(5, 257, torch.float32, device)
@@ -249,6 +251,7 @@ def test_large_inputs_on_a_gpu(M, N, dtype):
         close(got.double(), want, **TOLERANCES[dtype])
 
 
+@pytest.mark.case("B49")
 @pytest.mark.gpu2
 def test_a_gpu_that_is_not_the_current_one():
     """Tensors on the second GPU are computed there, and the current device stays what it was."""

@@ -176,6 +176,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path):
     assert (info.status, info.alive) == ("running", False)
 
 
+@pytest.mark.case("B82")
 def test_eight_starts_in_one_second_get_eight_directories(tmp_path):
     """Eight processes at a barrier with a frozen clock: eight directories, each with its own config and metrics."""
     script = START + (
@@ -246,6 +247,7 @@ def test_something_else_called_latest_is_left_alone(tmp_path):
     assert os.readlink(tmp_path / "latest-train") == made.name
 
 
+@pytest.mark.case("B88")
 def test_json_is_strict_and_text_is_utf8(tmp_path):
     """Numbers that are not finite become words, bytes that are not UTF-8 become escapes, Greek stays Greek."""
     with open_run(settings(tmp_path), ["rmsnorm", os.fsdecode(b"--config=\xff.toml")], DEVICE, {"a": -1e999}) as made:
@@ -296,6 +298,7 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.case("B74")
 @pytest.mark.parametrize(
     ("what", "work"),
     [
@@ -331,6 +334,7 @@ def test_a_full_disk_at_any_write_is_one_sentence_and_no_half_file(tmp_path, mon
     assert hashes_hold(made)
 
 
+@pytest.mark.case("B80")
 def test_a_line_that_was_written_in_part_is_taken_back(tmp_path, monkeypatch):
     """A disk that accepts half a line and then no more leaves the file as it was, so that every line is whole."""
     path, real, calls = tmp_path / "metrics.jsonl", os.write, iter(range(9))
@@ -379,6 +383,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     pytest.skip("mounting a small disk needs more rights")
 
 
+@pytest.mark.case("B74")
 def test_a_disk_that_really_fills_up(small_disk):
     """On a real file system of 256 KiB: whole lines, a status with the reason, hashes, and an exit code of 4."""
     with pytest.raises(EnvironmentProblem, match="no space"):
@@ -403,6 +408,7 @@ def test_a_runs_folder_that_is_a_file_is_one_sentence(tmp_path, name):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.case("B74")
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     """A refused mkdir is an environment problem that names folder, reason and remedy."""
 
@@ -620,6 +626,7 @@ def test_a_second_signal_does_not_wait():
     assert (stop.value.exit_code, reached) == (130, [[signal.SIGINT]])
 
 
+@pytest.mark.case("B77")
 @pytest.mark.parametrize("burst", [(signal.SIGTERM, signal.SIGINT), (signal.SIGTERM, signal.SIGINT, signal.SIGINT)])
 @pytest.mark.parametrize("outcome", [None, PASSED])
 def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monkeypatch, burst, outcome):

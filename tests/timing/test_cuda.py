@@ -105,6 +105,7 @@ def test_a_replay_must_write_what_was_poisoned(active):
     assert bool(skipping.outputs[0][0].isnan().all())
 
 
+@pytest.mark.case("B70")
 def test_work_on_another_stream_is_found_and_work_that_is_joined_is_not(active):
     other = torch.cuda.Stream()
     source, target = torch.randn(2, 32 * MEGABYTE, device=active.device)
@@ -173,6 +174,7 @@ def test_the_clock_reports_what_it_costs_by_itself(active):
     assert 0 <= active.overheads.empty_wait < 1e-3
 
 
+@pytest.mark.case("B71")
 def test_cold_rotation_holds_three_times_the_cache(active):
     assert active.l2_bytes > MEGABYTE
     sets = active.sets_in_rotation(MEGABYTE)

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from rmsnorm_cli import checkpoint, config
 from rmsnorm_cli.kernels import implementation
 
@@ -61,6 +63,7 @@ def kill_at_a_random_moment(started, folder, dice):
     return started.returncode == -signal.SIGKILL
 
 
+@pytest.mark.case("B74", "B73")
 def test_runs_killed_at_random_moments_end_with_the_bits_of_one_that_was_not(trainer, left, differing, tmp_path):
     """Each kill leaves a newest checkpoint that loads; the final state equals an uninterrupted run's."""
     options = {

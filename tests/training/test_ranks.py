@@ -69,6 +69,7 @@ def test_one_directory_one_verdict_and_the_calls_of_every_rank(two):
     assert {json.loads((two / f"plain-{rank}.json").read_text())["status"] for rank in (0, 1)} == {"passed"}
 
 
+@pytest.mark.case("B59")
 def test_a_rank_without_rows_contributes_zeros(two, trainer):
     """A batch of one example over two ranks: losses equal those of one process."""
     directory, _ = trainer.start(implementation("torch"), train__batch=1, train__steps=4)
@@ -79,6 +80,7 @@ def test_a_rank_without_rows_contributes_zeros(two, trainer):
         assert json.loads((two / f"single-{rank}.json").read_text())["failed"] == []
 
 
+@pytest.mark.case("B59")
 @pytest.mark.parametrize("name", ["equal", "empty"])
 def test_gammas_gradient_is_the_mean_over_all_rows_on_every_rank(two, name):
     """Rows [3, 4] with dy 1 and [6, 8] with dy 3, wherever they lie: [1.69705625, 2.26274166]."""

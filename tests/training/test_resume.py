@@ -30,6 +30,7 @@ def as_whole(whole, left, differing):
     return lambda directory: differing(left(directory), left(whole[0]))
 
 
+@pytest.mark.case("B73")
 @pytest.mark.parametrize(("key", "step"), STOPS, ids=lambda value: str(value))
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(trainer, as_whole, whole, key, step):
     """Weights, optimizers, orders, generators, histories, counters, records and verdicts: every bit."""
@@ -114,6 +115,7 @@ def drawn():
     return {}
 
 
+@pytest.mark.case("B73")
 @pytest.mark.parametrize(("key", "part"), [("adam/drawing", None), *PARTS], ids=str)
 def test_leaving_out_any_part_of_the_state_shows(trainer, left, differing, norms, drawn, key, part):
     """A part as a fresh phase has it, in place of the saved one, makes another run; nothing replaced makes the same."""
@@ -154,6 +156,7 @@ def steps_of(directory, key):
     return [r["step"] for r in records if (r["optimizer"], r["path"]) == (optimizer, path)]
 
 
+@pytest.mark.case("B80")
 def test_records_after_the_checkpoint_are_replaced_and_none_before_is_lost(trainer):
     """Each step is logged, saved at 4 and 8, killed at 11, resumed to 12: each step once and in order."""
     directory = trainer.killed("adam/reference", 11)
@@ -163,6 +166,7 @@ def test_records_after_the_checkpoint_are_replaced_and_none_before_is_lost(train
     assert steps_of(directory, "sgd/seed-1") == list(range(1, 13))
 
 
+@pytest.mark.case("B80")
 def test_a_last_record_that_a_kill_cut_in_half_is_made_whole(trainer, whole):
     directory = trainer.killed("adam/right", 7)
     with open(directory / "metrics.jsonl", "ab") as file:
@@ -171,6 +175,7 @@ def test_a_last_record_that_a_kill_cut_in_half_is_made_whole(trainer, whole):
     assert (directory / "metrics.jsonl").read_text() == (whole[0] / "metrics.jsonl").read_text()
 
 
+@pytest.mark.case("B80")
 def test_records_that_never_reached_the_disk_are_written_again_from_the_checkpoint(trainer, whole):
     directory = trainer.killed("adam/right", 7)
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -194,6 +199,7 @@ def attentive():
 ATTENTIVE = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
 
 
+@pytest.mark.case("B77")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_lets_the_step_end_saves_and_says_which(trainer, left, as_whole, number, code):
     """Step 3 is whole and saved although checkpoints come every 4 steps; the run continues to the same bits."""
@@ -209,6 +215,7 @@ def test_a_signal_lets_the_step_end_saves_and_says_which(trainer, left, as_whole
     assert as_whole(trainer.newest) is None
 
 
+@pytest.mark.case("B77")
 def test_a_second_signal_stops_at_once_and_the_newest_checkpoint_stands(trainer, left):
     def twice(training):
         signal.raise_signal(signal.SIGINT)
@@ -232,6 +239,7 @@ def test_the_second_signal_within_moments_is_torchruns_echo_of_the_first(trainer
     assert left(trainer.newest)["phases"]["adam/reference"]["step"] == 7
 
 
+@pytest.mark.case("B77")
 def test_a_signal_while_a_phase_is_judged_is_heeded_after_it(trainer, left, monkeypatch):
     def judge(training):
         signal.raise_signal(signal.SIGTERM)
@@ -308,6 +316,7 @@ def test_another_implementation_cannot_take_over(trainer, norms):
         trainer.resume(directory, norms["dgamma-twice"])
 
 
+@pytest.mark.case("B79")
 def test_a_stale_checkpoint_of_another_run_is_passed_over(trainer, as_whole):
     """Copied in with a higher number, it is named and neither continued nor counted."""
     other, _ = trainer.start(run__seed=6)
@@ -339,6 +348,7 @@ def test_a_sound_file_with_a_state_that_does_not_fit_is_refused(trainer, spoil):
         trainer.resume(directory)
 
 
+@pytest.mark.case("B74")
 def test_a_save_that_fails_ends_the_run_plainly_and_the_earlier_one_continues(trainer, as_whole, monkeypatch):
     write = checkpoint.atomic.write
 
