@@ -40,7 +40,7 @@ from rmsnorm_cli.judging.tolerances import DECLARED, Tolerance
 COMMANDS = ("verify", "gradcheck", "train", "bench", "exercise")
 USES_DATA = ("gradcheck", "train")  # the commands that make the synthetic partitions
 
-KERNELS = ("rowwise",)  # our kernels that a command takes when none is named; the last is the one `train` takes
+KERNELS = ("rowwise", "fused")  # that a command takes when none is named: the one to read, and the one to use
 DEFAULT_IMPL: dict[str, tuple[str, ...]] = {
     "verify": KERNELS,
     "gradcheck": KERNELS,

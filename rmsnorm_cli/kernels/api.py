@@ -24,7 +24,7 @@ from rmsnorm_cli.kernels.lookup import UnknownImplementation, load_callable
 from rmsnorm_cli.kernels.peers import PACKAGES, Compiled, Norm, Rounding, native, package_norm
 
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-DEFAULT = "rowwise"
+DEFAULT = "fused"
 DEFAULT_EPS = 1e-6
 BUILT_IN: tuple[str, ...] = ("reference", "rowwise", "fused", "torch", "compile", *PACKAGES)
 

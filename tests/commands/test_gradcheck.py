@@ -160,7 +160,7 @@ def test_the_command_writes_partitions_whose_hashes_it_reports(tmp_path, capsys)
     assert len({*outcome.summary["partitions"].values()}) == 3
     assert {path.name for path in (run.dir / "partitions").iterdir()} == {"train.pt", "validation.pt", "test.pt"}
     records = (run.dir / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["impl"] for line in records} == {"reference", "rowwise"}
+    assert {json.loads(line)["impl"] for line in records} == {"reference", "rowwise", "fused"}
 
 
 @pytest.mark.gpu

@@ -33,8 +33,11 @@ def leaves(device: str, x_grad: bool = True, gamma_grad: bool = True) -> tuple[t
     )
 
 
-def events(name: str = "rowwise") -> dict[str, int]:
+def events(name: str) -> dict[str, int]:
     return counters().get(name, {})
+
+
+both = pytest.mark.parametrize("impl", ["rowwise", "fused"])  # our kernels
 
 
 @pytest.mark.parametrize(("x_grad", "gamma_grad"), [(True, True), (True, False), (False, True)])
@@ -63,17 +66,18 @@ def test_the_launcher_is_told_what_is_needed(x_grad, gamma_grad, device):
     assert asked == [(x_grad, gamma_grad)]
 
 
-def test_no_gradient_no_graph(device):
+@both
+def test_no_gradient_no_graph(impl, device):
     """Frozen operands, no_grad and inference_mode run the forward alone."""
-    frozen = rms_norm(*leaves(device, False, False))
+    frozen = rms_norm(*leaves(device, False, False), impl=impl)
     with torch.no_grad():
-        quiet = rms_norm(*leaves(device))
+        quiet = rms_norm(*leaves(device), impl=impl)
     with torch.inference_mode():
-        inferred = rms_norm(*leaves(device))
+        inferred = rms_norm(*leaves(device), impl=impl)
     assert not any(y.requires_grad for y in (frozen, quiet, inferred))
     assert torch.equal(frozen, quiet)
     assert torch.equal(frozen, inferred.clone())
-    assert events() == {"forward": 3, "backward": 0, "double_backward": 0, "copies": 0}
+    assert events(impl) == {"forward": 3, "backward": 0, "double_backward": 0, "copies": 0}
 
 
 def test_counters_count_calls_by_implementation(device):
@@ -87,35 +91,37 @@ def test_counters_count_calls_by_implementation(device):
         "reference": (3, 2),
     }
     counters()["rowwise"]["forward"] = 99  # a copy
-    assert events()["forward"] == 4
+    assert events("rowwise")["forward"] == 4
     reset_counters()
     assert counters() == {}
 
 
-def test_counting_loses_nothing_between_threads(device):
+@both
+def test_counting_loses_nothing_between_threads(impl, device):
     """Sixteen threads that call at once are all counted: the backward of a GPU graph runs in a thread of its own."""
 
     def work():
         for _ in range(10):
-            rms_norm(*leaves(device)).sum().backward()
+            rms_norm(*leaves(device), impl=impl).sum().backward()
 
     threads = [threading.Thread(target=work) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (events()["forward"], events()["backward"]) == (160, 160)
+    assert (events(impl)["forward"], events(impl)["backward"]) == (160, 160)
 
 
-def test_a_refused_call_is_not_counted(device):
+@both
+def test_a_refused_call_is_not_counted(impl, device):
     """The counters prove that kernels ran, so a refusal leaves them alone."""
     with pytest.raises(ContractError):
-        rms_norm(torch.ones(4, device=device), torch.ones(4, device=device))
+        rms_norm(torch.ones(1, 4, device=device), torch.ones(3, device=device), impl=impl)
     assert counters() == {}
 
 
 def test_gradients_of_any_layout_give_the_same_bits(device):
-    """A sliced, transposed or expanded dy is copied by the wrapper and counted, and a dy is never written."""
+    """A sliced, transposed or expanded dy is copied by the teaching kernel's wrapper and counted, and never written."""
     x, gamma = torch.randn(5, 33, device=device, requires_grad=True), torch.randn(33, device=device, requires_grad=True)
     wide = torch.randn(5, 66, device=device)
     for dy, copies in (
@@ -128,28 +134,30 @@ def test_gradients_of_any_layout_give_the_same_bits(device):
     ):
         reset_counters()
         before = dy.clone()
-        got = torch.autograd.grad(rms_norm(x, gamma), (x, gamma), dy)
-        want = torch.autograd.grad(rms_norm(x, gamma), (x, gamma), before.contiguous())
+        got = torch.autograd.grad(rms_norm(x, gamma, impl="rowwise"), (x, gamma), dy)
+        want = torch.autograd.grad(rms_norm(x, gamma, impl="rowwise"), (x, gamma), before.contiguous())
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert torch.equal(dy, before)
-        assert events()["copies"] == copies
+        assert events("rowwise")["copies"] == copies
 
 
-def test_gradients_accumulate(device):
+@both
+def test_gradients_accumulate(impl, device):
     """An x used twice and two steps without zero_grad give sums."""
     x, gamma = leaves(device)
-    (rms_norm(x, gamma) + rms_norm(x, gamma)).backward(torch.tensor(DY, device=device))
+    (rms_norm(x, gamma, impl=impl) + rms_norm(x, gamma, impl=impl)).backward(torch.tensor(DY, device=device))
     close(x.grad, 2 * torch.tensor(DX, device=device), atol=2e-6, rtol=0)
-    rms_norm(x, gamma).backward(torch.tensor(DY, device=device))
+    rms_norm(x, gamma, impl=impl).backward(torch.tensor(DY, device=device))
     close(gamma.grad, 3 * torch.tensor(DGAMMA, device=device), atol=3e-6, rtol=0)
 
 
-def test_saved_tensors_are_what_the_backward_needs_and_no_more(device):
+@both
+def test_saved_tensors_are_what_the_backward_needs_and_no_more(impl, device):
     """One x, one gamma and an fp32 rstd a row are kept, through save_for_backward, which hooks can see."""
     kept: list[torch.Tensor] = []
     x, gamma = leaves(device)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        y = rms_norm(x, gamma)
+        y = rms_norm(x, gamma, impl=impl)
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in kept] == [
         ((2, 2), torch.float32),
         ((2,), torch.float32),
@@ -158,23 +166,25 @@ def test_saved_tensors_are_what_the_backward_needs_and_no_more(device):
     y.sum().backward()
 
 
-def test_checkpointing_runs_the_forward_again(device):
+@both
+def test_checkpointing_runs_the_forward_again(impl, device):
     """Under activation checkpointing the gradients are the same, and the counters say that it ran twice."""
     x, gamma = leaves(device)
-    y = torch.utils.checkpoint.checkpoint(rms_norm, x, gamma, use_reentrant=False)
+    y = torch.utils.checkpoint.checkpoint(rms_norm, x, gamma, 1e-6, impl, use_reentrant=False)
     y.backward(torch.tensor(DY, device=device))
     close(x.grad, torch.tensor(DX, device=device), atol=1e-6, rtol=0)
-    assert (events()["forward"], events()["backward"]) == (2, 1)
+    assert (events(impl)["forward"], events(impl)["backward"]) == (2, 1)
 
 
 def test_rowwise_refuses_a_second_derivative_by_name(device):
     """create_graph gives the first derivative; differentiating that is refused rather than silently wrong."""
     x, gamma = leaves(device)
-    (dx,) = torch.autograd.grad(rms_norm(x, gamma), x, torch.tensor(DY, device=device), create_graph=True)
+    y = rms_norm(x, gamma, impl="rowwise")
+    (dx,) = torch.autograd.grad(y, x, torch.tensor(DY, device=device), create_graph=True)
     close(dx, torch.tensor(DX, device=device), atol=1e-6, rtol=0)
     with pytest.raises(ContractError, match=r"rowwise has no second derivative.*impl='reference'"):
         dx.sum().backward()
-    assert events() == {"forward": 1, "backward": 1, "double_backward": 0, "copies": 0}
+    assert events("rowwise") == {"forward": 1, "backward": 1, "double_backward": 0, "copies": 0}
 
 
 def doubled():
@@ -231,15 +241,20 @@ def test_function_transforms_are_refused_by_name_and_work_on_the_reference(trans
     assert transform(lambda x, gamma: rms_norm(x, gamma, impl="reference"))(*operands).shape == operands[0].shape
 
 
-def test_autocast_casts_nothing(device):
-    """Under autocast x and gamma keep their dtypes, so a mixed pair is refused and an equal one gives the same bits."""
+@both
+def test_autocast_casts_nothing(impl, device):
+    """Under autocast an equal pair gives the same bits, and a mixed pair stays one: `rowwise` refuses it."""
     kind = torch.device(device).type
     x, gamma = torch.randn(3, 5, device=device), torch.randn(5, device=device)
-    plain = rms_norm(x, gamma)
+    plain = rms_norm(x, gamma, impl=impl)
+    mixed = None if impl == "rowwise" else rms_norm(x.half(), gamma, impl=impl)
     with torch.autocast(kind, dtype=torch.float16 if kind == "cuda" else torch.bfloat16):
-        assert torch.equal(rms_norm(x, gamma), plain)
+        assert torch.equal(rms_norm(x, gamma, impl=impl), plain)
+        if mixed is not None:
+            assert torch.equal(rms_norm(x.half(), gamma, impl=impl), mixed)
+            return
         with pytest.raises(ContractError, match=r"gamma has dtype torch\.float32"):
-            rms_norm(x.half(), gamma)
+            rms_norm(x.half(), gamma, impl=impl)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it, and hides the warning
@@ -249,25 +264,26 @@ def test_compiled_code_breaks_its_graph_at_the_kernel_and_goes_on(device):
     step = torch.compile(lambda x, gamma: 2 * rms_norm(x * 1, gamma, impl="rowwise"), backend="eager")
     y = step(x, gamma)
     y.backward(torch.tensor(DY, device=device))
-    close(y, 2 * rms_norm(x, gamma))
+    close(y, 2 * rms_norm(x, gamma, impl="rowwise"))
     close(x.grad, 2 * torch.tensor(DX, device=device), atol=2e-6, rtol=0)
-    assert events()["backward"] == 1
+    assert events("rowwise")["backward"] == 1
 
 
 @pytest.mark.gpu2
-def test_backward_from_another_thread_on_a_gpu_that_is_not_current():
+@both
+def test_backward_from_another_thread_on_a_gpu_that_is_not_current(impl):
     """Forward, backward and all buffers stay on the GPU of the tensors, whatever thread and device are current."""
     x, gamma = leaves("cuda:1")
     x2 = torch.tensor([[3.0, 4.0], [1.0, 7.0]], device="cuda:1", requires_grad=True)
     with torch.cuda.device(0):
         before = torch.cuda.memory_allocated(0)
-        y = rms_norm(x, gamma)
+        y = rms_norm(x, gamma, impl=impl)
         thread = threading.Thread(target=y.backward, args=(torch.tensor(DY, device="cuda:1"),))
         thread.start()
         thread.join()
-        rms_norm(x2, gamma).sum().backward()
+        rms_norm(x2, gamma, impl=impl).sum().backward()
         assert torch.cuda.current_device() == 0
         assert torch.cuda.memory_allocated(0) == before
     close(x.grad.cpu(), torch.tensor(DX), atol=1e-6, rtol=0)
     with pytest.raises(ContractError, match=r"gamma is on cuda:0.*cuda:1"):
-        rms_norm(x, gamma.detach().to("cuda:0"))
+        rms_norm(x, gamma.detach().to("cuda:0"), impl=impl)
