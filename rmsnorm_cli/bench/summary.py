@@ -46,6 +46,15 @@ def controls(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def first_calls(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return, by implementation, the seconds that its first calls took over all cells, compiling included."""
+    found: dict[str, float] = {}
+    for cell in cells:
+        for name, seconds in cell["first_calls"].items():
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
 def slower(cells: Sequence[Mapping[str, Any]], than: str | None) -> Iterator[str]:
     """Yield a sentence for each place where an implementation that is no yardstick is slower than the one named."""
     for cell in cells if than is not None else ():

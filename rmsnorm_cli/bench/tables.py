@@ -50,6 +50,8 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
 def notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield what stands beside the tables: controls, noise, odd samples, refusals, and the limits of it all."""
     yield controls(summary)
+    first = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary["first_calls"].items())
+    yield f"first calls over all cells, compiling included: {first or 'none'}"
     yield from remarks(summary)
     yield "What these numbers do not show:"
     yield from (f"  - {line}" for line in summary["limits"])

@@ -68,6 +68,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         "cells": measured,
         "overall": rows.overall(measured, lab.baselines),
         "controls": summary.controls(measured),
+        "first_calls": summary.first_calls(measured),
         "slower": list(summary.slower(measured, table.fail_if_slower_than)),
         "compared": None,
         "limits": list(tables.LIMITS if device.execution == "cuda" else tables.WALL_LIMITS),
