@@ -149,6 +149,7 @@ def test_a_broken_norm_is_noticed(fault, dtype, autocast, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # PyTorch's own, about streams in a capture, are not judged here
 @pytest.mark.parametrize(("dtype", "autocast"), [fp32, autobf16])
 def test_captured_in_a_graph_and_replayed_on_new_data(dtype, autocast, device):
     """Forward, loss and backward captured on one batch compute another's results when its tokens are copied in."""
