@@ -257,6 +257,7 @@ def test_autocast_casts_nothing(impl, device):
             rms_norm(x.half(), gamma, impl=impl)
 
 
+@pytest.mark.case("B55")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it, and hides the warning
 def test_compiled_code_breaks_its_graph_at_the_kernel_and_goes_on(device):
     """Inside torch.compile the kernel runs as it does outside: same values, same gradients, counted."""
@@ -269,6 +270,7 @@ def test_compiled_code_breaks_its_graph_at_the_kernel_and_goes_on(device):
     assert events("rowwise")["backward"] == 1
 
 
+@pytest.mark.case("B49")
 @pytest.mark.gpu2
 @both
 def test_backward_from_another_thread_on_a_gpu_that_is_not_current(impl):
