@@ -8,9 +8,11 @@ import errno
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, TextIO
 
 from rmsnorm_cli.results import CaseResult, Outcome, Table, strict_json
@@ -76,9 +78,9 @@ class Console:
         return ""
 
     def note(self, text: str) -> None:
-        """Print a line for people; `quiet` drops it."""
+        """Print a line for people, wrapped on a terminal; `quiet` drops it."""
         if not self.quiet:
-            self._write(text + "\n", self._stream)
+            self._write((_wrapped(text, "  ") if self.terminal else text) + "\n", self._stream)
 
     def verdict(self, text: str) -> None:
         """Print a line for people that even `quiet` keeps."""
@@ -99,10 +101,8 @@ class Console:
         """Print a table: drawn on a terminal, aligned plain columns when piped."""
         if self.quiet:
             return
-        if self.terminal:
-            self._write(_drawn(table), self._stream)
-        else:
-            self._write(_plain(table), self._stream)
+        form = (_paragraphs if table.prose else _drawn) if self.terminal else _plain
+        self._write(form(table), self._stream)
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Progress]:
@@ -166,7 +166,70 @@ def _plain(table: Table) -> str:
     return "\n".join([table.title, *lines, *([table.caption] if table.caption else []), "", ""])
 
 
+def _wrapped(text: str, hanging: str, initial: str = "") -> str:
+    """Break lines between words, never within one: a number or a path stays whole. All but the first are indented."""
+    lines = textwrap.TextWrapper(
+        _width(), initial, hanging, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return "\n".join(lines.fill(line) for line in text.split("\n"))
+
+
+def _width() -> int:
+    return max(shutil.get_terminal_size((120, 40)).columns, 60)
+
+
+def _paragraphs(table: Table) -> str:
+    """Set each row as a paragraph: what it is about, and under it, indented, its last cell."""
+    lines = [_bold(table.title)]
+    for *head, last in table.rows:
+        named = head if table.prose else [f"{name} {cell}" for name, cell in zip(table.columns, head, strict=False)]
+        about = "  ".join(text for text, cell in zip(named, head, strict=True) if cell)
+        lines += [_bold(_wrapped(about, "  ")), _wrapped(last, "    ", "    ")]
+    return _ended(lines, table)
+
+
 def _drawn(table: Table) -> str:
+    """Draw a grid where the terminal is wide enough for it, else narrow columns or, in the end, paragraphs."""
+    columns = list(zip(table.columns, *table.rows, strict=True))
+    whole = [max(map(len, cells)) for cells in columns]
+    if sum(whole) + 3 * len(whole) + 1 <= _width():
+        return _grid(table)
+    widths = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns[:-1]]
+    room = _width() - sum(widths) - len(widths) + 1
+    if room < 0:
+        return _paragraphs(table)
+    for at, width in enumerate(widths):
+        widths[at] += min(whole[at] - width, room)
+        room -= widths[at] - width
+    return _columns(table, widths)
+
+
+def _columns(table: Table, widths: list[int]) -> str:
+    """Set columns of these widths, cells broken between words; the last column's cell stands under its row."""
+
+    def row(cells: tuple[str, ...]) -> list[str]:
+        broken = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(cells, widths, strict=True)]
+        return [
+            " ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+            for parts in zip_longest(*broken, fillvalue="")
+        ]
+
+    lines = [_bold(line) for line in (table.title, *row(table.columns[:-1]))]
+    for *cells, last in table.rows:
+        lines += row(tuple(cells))
+        lines += [_wrapped(f"{table.columns[-1]}: {last}", "    ", "  ")] if last else []
+    return _ended(lines, table)
+
+
+def _ended(lines: list[str], table: Table) -> str:
+    return "\n".join([*lines, *([_wrapped(table.caption, "  ")] if table.caption else []), "", ""])
+
+
+def _bold(text: str) -> str:
+    return text if os.environ.get("NO_COLOR") else f"\x1b[1m{text}\x1b[0m"
+
+
+def _grid(table: Table) -> str:
     import io
 
     from rich.console import Console as Rich
@@ -178,9 +241,8 @@ def _drawn(table: Table) -> str:
         drawn.add_column(Text(column))
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    size = shutil.get_terminal_size((120, 40)).columns
     buffer = io.StringIO()
-    Rich(file=buffer, force_terminal=not os.environ.get("NO_COLOR"), width=max(size, 60)).print(drawn)
+    Rich(file=buffer, force_terminal=not os.environ.get("NO_COLOR"), width=_width()).print(drawn)
     return buffer.getvalue()
 
 

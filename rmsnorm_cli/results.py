@@ -41,12 +41,16 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: title, column names, rows of text. `console` decides how it looks."""
+    """A table for people: title, column names, rows of text. `console` decides how it looks.
+
+    `prose`: the last column holds sentences, so on a terminal each row becomes a paragraph.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
+    prose: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,55 @@ def test_a_piped_table_is_aligned_plain_text_with_its_brackets(capsys):
     ]  # fmt: skip
 
 
+SEEN = "first wrong element [0, 0]: got -1.307815670967102e-06, want -0.9265696950650807 (6.4e+06 ULP), " * 3
+FAILURES = Table("failed", ("impl", "case", "seen"), (("mine", "float32/3x257", SEEN), ("mine", "f", "2")), prose=True)
+VERDICTS = Table(
+    "verify", ("implementation", "scope", "gate", "cases", "worst"),
+    (("rowwise (interpreter)", "properties", "declared tolerance", "77", "0.0023 float32/67x1025/spread/contiguous"),),
+)  # fmt: skip
+
+
+def on_terminal(monkeypatch, capsys, width, show):
+    """Return the lines that a terminal of this width gets, without colours."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console()
+    console.terminal = True
+    show(console)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_failure_on_a_terminal_is_a_paragraph_whose_words_and_numbers_stay_whole(monkeypatch, capsys, width):
+    lines = on_terminal(monkeypatch, capsys, width, lambda console: console.table(FAILURES))
+    assert max(map(len, lines)) <= width
+    assert lines[1] == "mine  float32/3x257"
+    assert all(line.startswith("    ") for line in lines[2:-3]), "what was seen hangs under its row"
+    assert " ".join(lines[2:-3]).split() == SEEN.split()
+
+
+def test_a_failure_in_a_pipe_is_one_line(capsys):
+    Console().table(FAILURES)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(FAILURES.rows) + 1
+
+
+@pytest.mark.parametrize("width", [60, 62, 80, 108, 120])
+def test_a_table_that_is_wider_than_the_terminal_loses_nothing_and_cuts_no_word(monkeypatch, capsys, width):
+    lines = on_terminal(monkeypatch, capsys, width, lambda console: console.table(VERDICTS))
+    assert max(map(len, lines)) <= width
+    words = {word for line in lines for word in line.split()}
+    assert words >= {word for cell in VERDICTS.rows[0] for word in cell.split()}
+    assert any(line.startswith(("┏", "┌")) for line in lines) == (width == 120)
+
+
+def test_a_note_on_a_terminal_is_wrapped_with_a_hanging_indent_and_in_a_pipe_is_not(monkeypatch, capsys):
+    lines = on_terminal(monkeypatch, capsys, 80, lambda console: console.note(SEEN))
+    assert max(map(len, lines)) <= 80
+    assert {line[:2] for line in lines[1:]} == {"  "}
+    Console().note(SEEN)
+    assert capsys.readouterr().out == SEEN + "\n"
+
+
 def test_quiet_keeps_the_verdict_and_silent_keeps_errors_alone(capsys):
     for console, expected in ((Console(quiet=True), "verdict\n"), (Console(silent=True), "")):
         console.note("note")

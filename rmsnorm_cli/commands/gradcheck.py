@@ -302,4 +302,4 @@ def summary_table(results: list[CaseResult]) -> Table:
 def failures(results: list[CaseResult]) -> tuple[Table, ...]:
     """Return a table of what failed, or none."""
     rows = tuple((r.impl, r.scope, r.case, r.detail) for r in results if r.status == "failed")
-    return (Table("failed", ("impl", "scope", "case", "what was seen"), rows),) if rows else ()
+    return (Table("failed", ("impl", "scope", "case", "what was seen"), rows, prose=True),) if rows else ()

@@ -185,7 +185,8 @@ def failures(results: Sequence[CaseResult]) -> tuple[Table, ...]:
         return ()
     hidden = sum(max(number - SHOWN, 0) for number in shown.values())
     caption = f"{hidden} more in metrics.jsonl and junit.xml" if hidden else ""
-    return (Table("what did not pass", ("impl", "scope", "gate", "status", "case", "seen"), tuple(rows), caption),)
+    columns = ("impl", "scope", "gate", "status", "case", "seen")
+    return (Table("what did not pass", columns, tuple(rows), caption, prose=True),)
 
 
 def notes(results: Sequence[CaseResult], diagnoses: dict[str, str], trust: str, digest: str) -> Iterator[str]:
