@@ -29,8 +29,8 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     """Normalise every row of x by its root mean square and scale it by gamma.
 
     x is (..., N) in any floating dtype and layout, gamma (N,) or None (no scale). Returns y with x's shape and dtype:
-    float64 arithmetic for a float64 x, else float32, rounded once at the end. A float32 row above 1.8e19 has squares
-    that are infinite there and comes out as 0, as in PyTorch's own.
+    float64 arithmetic for a float64 x, else float32, rounded once at the end. A row beyond 1.8e19 has squares that are
+    infinite in float32 and comes out as 0, as in PyTorch's own; an infinity itself as NaN.
     """
     dtype = arithmetic_dtype(x)
     # x is converted once: autograd rounds a gradient to x's dtype at each conversion, and adds up what it rounded.
