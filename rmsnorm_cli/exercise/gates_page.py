@@ -37,8 +37,9 @@ def _lines(summary: dict[str, Any], settings: "Settings", device: "Device") -> I
     )
     yield from _paragraph(EVIDENCE[device.execution])
     yield from _paragraph(
-        "Each mistake is a change of one or two expressions in the source of a kernel, `rowwise` or `fused`, or of what "
-        "launches it, and is shown to every gate. A gate is asked small questions that `verify` asks by default, until it objects. "
+        "Each mistake is a change of one or two expressions in the source of a kernel, `rowwise` or `fused`, or of "
+        "what launches it, and is shown to every gate. A gate is asked small questions that `verify` asks by default, "
+        "until it objects. "
         "The usual test is 64 x 4096 unit-normal numbers with gamma 1: y, dx and dgamma by the declared tolerance."
     )
     yield f"**{score['caught']} of {score['of']} mistakes are caught. The usual test catches {score['naive']}.**"

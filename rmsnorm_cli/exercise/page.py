@@ -1,11 +1,12 @@
 """`--fault NAME`: one mistake on one page: what it is, who notices, and the wrong value, predicted and measured."""
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.errors import EnvironmentProblem
-from rmsnorm_cli.exercise import matrix, paragraphs
+from rmsnorm_cli.exercise import matrix, paragraphs, pool
 from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.examples import Example
@@ -30,6 +31,9 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         where = "the interpreter" if device.execution == "cuda" else "a GPU"
         option = "interpreter" if device.execution == "cuda" else "cuda"
         raise EnvironmentProblem(f"{fault.name} needs {where}: {reason}; run it with --device {option}")
+    with console.progress("gates", 1) as progress:
+        row = examined(fault, run.dir, settings, device)
+        progress.advance()
     asked = {"usual": NAIVE, "hiding": fault.hiding, "exposing": fault.exposing}
     if fault.exposing == fault.hiding:
         asked = {"usual": NAIVE, "one call": fault.hiding}
@@ -41,9 +45,6 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         if question is not None
     }
     exposed = list(seen.values())[-1][1]
-    with console.progress("gates", 1) as progress:
-        row = matrix.examine(fault.name, run.dir, settings, device)
-        progress.advance()
     results = [
         matrix.verdict(fault.name, matrix.scope_of(fault), row, not fault.equivalent, device),
         *foreseen(fault, exposed, device),
@@ -62,6 +63,14 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         ),
         results=tuple(results),
     )
+
+
+def examined(fault: Fault, directory: Path, settings: "Settings", device: "Device") -> matrix.Row:
+    """Put the mistake to every gate, in a process of its own if it can cost this one its GPU."""
+    apply.write(fault, directory)
+    if fault.crashes and device.execution == "cuda":
+        return next(pool.examined([fault.name], directory, settings, device))
+    return matrix.examine(fault.name, directory, settings, device)
 
 
 def heading(fault: Fault) -> list[str]:
