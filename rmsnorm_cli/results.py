@@ -55,7 +55,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command returns: its status, its counts, what the JSON document adds, and what people read."""
+    """What a command returns: its status, its counts, what the JSON document adds, and what people read.
+
+    `said` stands in the last line where the counts would not say what was done.
+    """
 
     status: Literal["passed", "failed", "error", "inconclusive", "interrupted"]
     execution: str
@@ -64,6 +67,7 @@ class Outcome:
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     results: tuple[CaseResult, ...] = ()
+    said: str = ""
 
     @property
     def exit_code(self) -> int:

@@ -7,13 +7,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir import interrupts
 from rmsnorm_cli.rundir.run import open_run, rank, reopen
+
+if TYPE_CHECKING:
+    from rmsnorm_cli.environment import Device
 
 SCHEMA = 1  # of the --json document; a change of a field's meaning raises it
 
@@ -35,6 +38,7 @@ class Request:
 def execute(request: Request) -> int:
     """Run a command in a run directory of its own and return the exit code."""
     from rmsnorm_cli import config
+    from rmsnorm_cli.config import callables
 
     leads = rank() == 0  # under torchrun rank 0 speaks for all
     console = Console(json=request.json and leads, quiet=request.quiet or not leads, silent=not leads)
@@ -46,6 +50,7 @@ def execute(request: Request) -> int:
     command = importlib.import_module(f"rmsnorm_cli.commands.{request.command}")
     if hasattr(command, "check"):
         command.check(settings)  # what only the command knows to be wrong is said before anything is made
+    callables.refuse_unreadable(settings.run.impl)
     if request.direct.get("list"):
         return _finish(console, request.command, command.listing(settings), {})
     if request.dry_run:
@@ -61,7 +66,8 @@ def execute(request: Request) -> int:
     else:
         opened = open_run(settings, sys.argv, device, facts)
     with opened as run:
-        console.note(f"rmsnorm {request.command} on {device.name} ({device.execution}); run directory {run.dir}")
+        where = executing(run.settings.run.impl, device)
+        console.note(f"rmsnorm {request.command} on {where}; run directory {run.dir}")
         extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}
         try:
             outcome: Outcome = command.run(run.settings, run, console, device, **extra)
@@ -74,6 +80,17 @@ def execute(request: Request) -> int:
             run.write("junit.xml", junit(outcome.results, request.command))
         run.finish(outcome)
     return _finish(console, request.command, outcome, {"run_dir": str(run.dir), "environment": facts})
+
+
+def executing(names: Sequence[str], device: "Device") -> str:
+    """Say what executes these implementations; a stranger's may hold Triton kernels, which is not known yet."""
+    from rmsnorm_cli.kernels import implementation
+    from rmsnorm_cli.kernels.foreign import IN_PROCESS
+
+    ours = [implementation(name) for name in names if name in IN_PROCESS]
+    if device.execution == "cuda" or any(impl.triton for impl in ours):
+        return f"{device.name} ({device.execution})"
+    return "CPU (cpu)" if len(ours) == len(names) else "CPU (cpu; Triton kernels, if it has any, by the interpreter)"
 
 
 def refuse_changes(request: Request) -> None:
@@ -116,7 +133,7 @@ def _finish(console: Console, command: str, outcome: Outcome, facts: Mapping[str
     console.outcome(outcome)
     counted = ", ".join(f"{number} {status}" for status, number in outcome.counts.items() if number)
     where = f" ({facts['run_dir']})" if facts.get("run_dir") else ""
-    console.verdict(f"{command}: {outcome.status}: {counted or 'nothing counted'}{where}")
+    console.verdict(f"{command}: {outcome.status}: {outcome.said or counted or 'nothing was judged'}{where}")
     console.document(
         {
             "schema": SCHEMA,

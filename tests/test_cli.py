@@ -159,6 +159,25 @@ def test_an_unknown_implementation_is_a_usage_error_and_a_missing_package_is_not
 
 
 @pytest.mark.case("B86")
+def test_code_of_a_user_that_cannot_be_read_is_refused_before_a_run_is_made(tmp_path):
+    (tmp_path / "mine.py").write_text("def norm(x, gamma, eps):\n    retrun x\n")
+    done = rmsnorm("verify", "--impl", "mine.py:norm", "--impl", "absent:norm", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: run.impl: mine.py:2: invalid syntax: retrun x; correct that line",
+        "error: run.impl: there is no module absent in the current folder or among the installed packages; "
+        "name one that is there, or path/file.py:callable",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_last_line_says_what_was_done_where_nothing_is_counted(tmp_path):
+    assert rmsnorm("exercise", "--list", cwd=tmp_path).stdout.splitlines()[-1].endswith("are listed, none was run")
+    (tmp_path / "runs").mkdir()
+    swept = rmsnorm("clean", "--dry-run", cwd=tmp_path)
+    assert swept.stdout.splitlines()[-1] == "clean: passed: nothing to remove"
+
+
 def test_errors_under_json_are_one_document_too(tmp_path):
     for arguments in (("verify", "--set", "verify.colls=[1]"), ("verify", "--nonsense"), ("audit", "nowhere")):
         done = rmsnorm(*arguments, "--json", cwd=tmp_path)

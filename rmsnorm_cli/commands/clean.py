@@ -72,13 +72,13 @@ def clean(
     seconds = None if older_than is None else duration(older_than)
     with opened(runs_dir) as folder:
         if folder is None:
-            return verdict(Plan((), ()), f"{runs_dir} is not there: nothing to remove", dry_run=dry_run)
+            return verdict(Plan((), ()), f"nothing to remove: {runs_dir} is not there", dry_run=dry_run)
         plan = make_plan(folder, scope, keep, seconds)
         console.table(shown(plan, runs_dir))
         if not plan.going:
             return verdict(plan, "nothing to remove", dry_run=dry_run)
         if dry_run:
-            return verdict(plan, "nothing was removed: --dry-run", dry_run=True)
+            return verdict(plan, f"{len(plan.going)} would go, nothing was removed (--dry-run)", dry_run=True)
         if not yes and not agreed(plan):
             return verdict(plan, "nothing was removed", status="interrupted")
         removed, problems = remove_all(folder, plan.going)
@@ -272,14 +272,17 @@ def readable(size: int) -> str:
 
 def verdict(
     plan: Plan,
-    note: str,
+    said: str,
     *,
     dry_run: bool = False,
     removed: Sequence[str] = (),
     problems: Sequence[tuple[str, str]] = (),
     status: Literal["passed", "interrupted", "error"] = "passed",
 ) -> Outcome:
-    """Return the outcome; `passed` counts what went, `skipped` what stayed, `error` what should have gone."""
+    """Return the outcome; `passed` counts what went, `skipped` what stayed, `error` what should have gone.
+
+    `said` is what the last line says, with how many stay.
+    """
     counted = {"passed": len(removed), "skipped": len(plan.staying), "error": len(problems)}
     counts: dict[str, int] = {name: counted.get(name, 0) for name in STATUSES}
     summary = {
@@ -290,5 +293,7 @@ def verdict(
         "kept": [{"name": name, "reason": reason} for name, reason in plan.staying],
         "problems": [{"name": name, "reason": reason} for name, reason in problems],
     }
-    notes = (note, *(f"{name} did not go: {reason}" for name, reason in problems))
-    return Outcome(status, "none", counts, summary, notes=notes)
+    notes = tuple(f"{name} did not go: {reason}" for name, reason in problems)
+    said += f", {len(problems)} did not go" if problems else ""
+    said += f", {len(plan.staying)} stay{'s' if len(plan.staying) == 1 else ''}" if plan.staying else ""
+    return Outcome(status, "none", counts, summary, notes=notes, said=said)

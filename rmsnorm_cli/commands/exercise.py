@@ -76,6 +76,7 @@ def listing(settings: "Settings") -> Outcome:
         summary={"faults": [describe(fault) for fault in faults.CATALOGUE]},
         tables=tuple(_listed(kernel) for kernel in faults.KERNELS),
         notes=("one in full: rmsnorm exercise --fault NAME; all against every check: --all",),
+        said=f"{len(faults.CATALOGUE)} changes are listed, none was run",
     )
 
 

@@ -281,7 +281,7 @@ def test_a_removal_cut_short_can_be_taken_up_again(runs, monkeypatch):
         patch.setattr(os, "unlink", stubborn)
         outcome = swept(runs)
     assert (outcome.status, outcome.counts["error"]) == ("error", 1)
-    assert "Permission denied" in outcome.notes[1]
+    assert "Permission denied" in outcome.notes[0]
     assert not (made / "checkpoints").exists()
     assert swept(runs).status == "passed"
     assert not made.exists()
