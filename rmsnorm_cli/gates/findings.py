@@ -31,11 +31,9 @@ def of_forward(f: Forward, t: Terms, s: Slack) -> Iterator[str]:
 
 def _root(found: Root, t: Terms, s: Slack) -> Iterator[str]:
     """Yield what is wrong under the root; nothing where all is right."""
-    kept = "" if all(number.ok for number in found.numbers) else kept_in(found.rstd, t, s)
-    if kept:
-        yield f"rstd is rounded to {kept}"
-    elif not found.rows.ok:
-        yield "no divisor and no eps explain the rstd of the rows"
+    if not found.rows.ok:
+        kept = kept_in(found.rstd, t, s)
+        yield f"rstd is rounded to {kept}" if kept else "no divisor and no eps explain the rstd of the rows"
     elif abs(found.shrink.got) < ROUGHLY:
         yield "nothing is normalised: rstd does not depend on the mean square of the row"
     elif not found.shrink.ok and not found.eps.ok and abs(found.shrink.got - found.eps.got) <= found.eps.slack:
