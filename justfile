@@ -54,6 +54,10 @@ clean *args:
 test *args:
     pytest "$@"
 
+# thousands of drawn cases: kernels, configurations, damaged files. FUZZ=nightly is 2000 a test, about an hour
+fuzz *args:
+    FUZZ=nightly pytest tests/reported/test_fuzz.py tests/config/test_random.py tests/rundir/test_damage.py "$@"
+
 # run all that CI runs, in an environment of its own
 check:
     bash .ci/run

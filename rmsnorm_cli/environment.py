@@ -68,7 +68,10 @@ def choose_device(asked: str = "auto", runs_dir: Path | str = "runs") -> Device:
 def cuda_index(asked: str) -> int:
     """Return N of cuda:N, torchrun's local rank (else 0) for the other words; ConfigError for what is no device."""
     if asked in ("auto", "cuda", "interpreter"):
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if not (rank.isascii() and rank.isdecimal()):
+            raise ConfigError(f"LOCAL_RANK: got {rank!r}, expected a whole number, as torchrun sets it; or unset it")
+        return int(rank)
     found = re.fullmatch(r"cuda:(\d{1,4})", asked)
     if not found:
         raise ConfigError(f"device: {asked!r} is not a device; expected auto, cuda, cuda:N or interpreter")

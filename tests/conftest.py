@@ -2,6 +2,8 @@
 
 `pytest -m case --immunity docs/immunity.md` runs what covers a public report (tests/reported/cases.toml) and writes the
 column of this machine; the column of the other one is taken over from docs/immunity.md.
+
+Hypothesis draws the same few cases each time; FUZZ=nightly in the environment makes it 2000 fresh ones a test.
 """
 
 import ast
@@ -14,6 +16,7 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +29,15 @@ TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "immunity.md"
 COLUMNS = ("on the CPU", "on the H200")
 OWN = int(GPUS > 0)
+SLOW = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
+
+hypothesis.settings.register_profile(
+    "suite", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=SLOW
+)
+hypothesis.settings.register_profile(
+    "nightly", deadline=None, max_examples=2000, print_blob=True, database=None, suppress_health_check=SLOW
+)
+hypothesis.settings.load_profile(os.environ.get("FUZZ", "suite"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -140,6 +140,13 @@ def test_each_rank_takes_its_own_gpu_and_none_is_left_without(gpus, monkeypatch)
     assert choose_device("auto").execution == "interpreter"
 
 
+@pytest.mark.parametrize("rank", ["", "abc", "-1", "1.5", "²"])
+def test_a_local_rank_that_is_no_number_is_a_usage_error(monkeypatch, rank):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(ConfigError, match="LOCAL_RANK"):
+        choose_device("auto")
+
+
 @pytest.mark.parametrize("word", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cpu", "", "cuda:99999", "CUDA"])
 def test_a_word_that_is_no_device_is_a_usage_error(word):
     with pytest.raises(ConfigError, match="auto, cuda, cuda:N or interpreter"):

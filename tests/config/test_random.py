@@ -1,14 +1,25 @@
-"""Random documents, texts and variables: whatever is asked, the answer is settings or a ConfigError of clear lines."""
+"""Random documents, texts, variables and command lines: the answer is settings or a ConfigError of clear lines.
 
+Through the whole command line it is exit 2 with sentences on stderr, no traceback and no half-made run directory.
+"""
+
+import io
+import json
 import math
+import os
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import tomli_w
-from hypothesis import example, given, settings
+import typer
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rmsnorm_cli import cli
 from rmsnorm_cli.config import COMMANDS, Settings, describe, load, to_toml
 from rmsnorm_cli.config.lines import parse
 from rmsnorm_cli.errors import ConfigError
@@ -60,7 +71,6 @@ def _reloads(command: str, found: Settings, tmp: Path) -> list[str]:
 
 
 @given(command=st.sampled_from(COMMANDS), data=documents)
-@settings(max_examples=100, deadline=None)
 def test_random_documents_are_settings_or_a_configuration_error(
     command: str, data: dict[str, Any], tmp_path_factory: Any
 ) -> None:
@@ -73,7 +83,6 @@ def test_random_documents_are_settings_or_a_configuration_error(
 
 
 @given(raw=st.binary(max_size=60) | st.text("ab.=[]{}'\"\n#1 ,é", max_size=60).map(lambda text: text.encode()))
-@settings(max_examples=150, deadline=None)
 def test_random_bytes_are_settings_or_a_configuration_error(raw: bytes, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "bytes.toml"
     file.write_bytes(raw)
@@ -81,7 +90,6 @@ def test_random_bytes_are_settings_or_a_configuration_error(raw: bytes, tmp_path
 
 
 @given(key=st.sampled_from(KEYS) | st.lists(names, max_size=4).map(".".join), text=words)
-@settings(max_examples=150, deadline=None)
 def test_random_sets_variables_and_options_are_settings_or_a_configuration_error(
     key: str, text: str, tmp_path_factory: Any
 ) -> None:
@@ -97,7 +105,6 @@ def test_random_sets_variables_and_options_are_settings_or_a_configuration_error
 
 @given(data=documents)
 @example(data={"a": {"b": {"c": [{"d": 1}]}}})
-@settings(max_examples=100, deadline=None)
 def test_every_key_of_a_random_document_has_the_first_line_at_which_it_can_be_read(data: dict[str, Any]) -> None:
     """The line of a key is the one after the last prefix of the file that parses and does not hold the key yet."""
     text = tomli_w.dumps(data)
@@ -121,3 +128,58 @@ def _holds(data: Any, path: tuple[str, ...]) -> bool:
     if isinstance(data, list) and path:
         return any(_holds(item, path) for item in data)
     return not path or (isinstance(data, dict) and path[0] in data and _holds(data[path[0]], path[1:]))
+
+
+# --- whole command lines ----------------------------------------------------------------------------------------------
+
+ASIDE = ("audit", "report", "clean")  # doctor uses the machine, whatever its options are
+OPTIONS = sorted(
+    {name for command in typer.main.get_command(cli.app).commands.values() for p in command.params for name in p.opts}
+)
+option_names = st.sampled_from([name for name in OPTIONS if name.startswith("--")]) | words.map(
+    lambda text: f"--{text}"
+)
+parts = st.tuples(option_names, words) | st.tuples(option_names) | st.tuples(words)
+command_lines = st.lists(parts, max_size=4).map(lambda found: [word for part in found for word in part])
+variables = st.dictionaries(
+    st.sampled_from(KEYS).map(lambda key: "RMSNORM_" + key.replace(".", "__").upper())
+    | words.filter(lambda text: "=" not in text).map(lambda text: f"RMSNORM_{text}")
+    | st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "NO_COLOR", "GITHUB_ACTIONS", "TERM"]),
+    words,
+    max_size=2,
+)
+
+
+def answered(command_line: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command line in this process, in an empty folder; return exit code, stdout and stderr."""
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    os.chdir(folder)
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            cli.main(command_line)
+    finally:
+        os.chdir(before)
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.case("B83", "B86", "B89")
+@given(command=st.sampled_from([*COMMANDS, *ASIDE]), given_words=command_lines, environment=variables)
+def test_random_command_lines_and_variables_end_in_sentences_and_make_nothing(
+    command: str, given_words: list[str], environment: dict[str, str], tmp_path_factory: Any
+) -> None:
+    """Exit 0 for what could be run (a dry run does nothing), else 2 or 4, each line of stderr a sentence of ours."""
+    folder = tmp_path_factory.mktemp("empty")
+    dry = [] if command in ("audit", "report") else ["--dry-run"]
+    with mock.patch.dict(os.environ, environment):
+        os.environ.pop("RMSNORM_TRACEBACK", None)
+        code, out, err = answered([command, *dry, *given_words], folder)
+    assert code in (0, 2, 4), (code, err)
+    assert "Traceback" not in err
+    if code:
+        assert err.strip()
+        assert all(line.startswith(("error: ", "warning: ", "::error")) for line in err.splitlines() if line), err
+    if "--json" in given_words and out.startswith("{"):
+        assert json.loads(out)
+    assert os.listdir(folder) == []
