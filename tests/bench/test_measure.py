@@ -247,26 +247,25 @@ def test_a_program_that_takes_too_long_to_compile_is_a_row_and_the_others_are_ti
                 time.sleep(0.01)
 
     impls = {"slow": SimpleNamespace(name="slow", call=compiling), **known("torch")}
-    cell, _ = measured(impls, perimeters=("forward",), compile_seconds=0.2)
+    cell, _ = measured(impls, perimeters=("forward",), compile_seconds=1.5)
     for table in cell["tables"]:
         slow, torchs = table["rows"]
         assert slow["status"] == "error"
-        assert slow["detail"] == "its first calls, which compile it, took more than 0.2 s (bench.compile_seconds)"
+        assert slow["detail"] == "its first calls, which compile it, took more than 1.5 s (bench.compile_seconds)"
         assert torchs["status"] == "passed"
-    assert 0.2 <= cell["first_calls"]["slow"] < 2
-    assert cell["first_calls"]["torch"] < 0.2
+    assert cell["first_calls"]["slow"] >= 1.5 > cell["first_calls"]["torch"]
 
 
 def test_a_backward_that_takes_too_long_is_interrupted_too(measured):
     class Slow(_Consuming):
         @staticmethod
         def backward(ctx, dy):
-            time.sleep(30)
+            time.sleep(60)
 
     slow = SimpleNamespace(name="slow", call=lambda x, gamma, eps: Slow.apply(x, gamma, eps))
-    cell, _ = measured({"slow": slow}, perimeters=("backward",), compile_seconds=0.2)
+    cell, _ = measured({"slow": slow}, perimeters=("backward",), compile_seconds=0.5)
     assert {table["rows"][0]["status"] for table in cell["tables"]} == {"error"}
-    assert cell["first_calls"]["slow"] < 5
+    assert cell["first_calls"]["slow"] < 30
 
 
 def test_one_program_that_does_not_fit_the_memory_is_an_error_and_the_others_are_timed(measured):
