@@ -29,7 +29,7 @@ DISTRIBUTIONS: dict[str, str] = {
     "spike": "K: one 30 among 0.01: mean of |x| for mean of x², partial reductions",
     "exact": "X: x = ±1, eps = 3, paired columns: rstd and mean(u·x̂) are exactly one half in every dtype",
     "fp16_range": "Q: rows of 200, 256, 300, 6e4, 1e-4 and 6e-7: squares that leave fp16 in either direction",
-    "nonfinite": "P: ±inf (odd widths) or NaN (even widths) in one place: other rows keep their values",
+    "nonfinite": "P: ±inf (odd widths) or NaN (even widths) in x, NaN in dy, a row each: other rows keep their values",
     "stalling": "O: all ones, eps = 3, one large contribution first: a 16-bit sum stops growing",
     "normal": "A: unit normal with gamma = 1, kept to show how little it sees",
 }
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, str] = {
     "transposed_dy": "dy lies in memory as transposed_heads says of x",
     "1d": "dense, a single row without a leading dimension",
     "3d": "dense, two leading dimensions",
-    "4d": "dense, three leading dimensions",
+    "4d": "dense, three and four leading dimensions",
 }
 ROWS = (1, 17, 67)
 COLS = (1, 2, 3, 31, 33, 127, 256, 257, 1000, 1023, 1024, 1025, 4096)
@@ -157,8 +157,8 @@ def by_eps(dtypes: Sequence[str], distributions: Sequence[str], seed: int) -> li
 _RANKS: dict[str, tuple[tuple[int, ...], ...]] = {
     "1d": ((257,), (1024,)),
     "3d": ((3, 5, 129),),
-    "4d": ((2, 3, 5, 65),),
-    "transposed_heads": ((5, 257), (3, 5, 129), (2, 3, 5, 65)),
+    "4d": ((2, 3, 5, 65), (2, 2, 1, 3, 33)),
+    "transposed_heads": ((5, 257), (3, 5, 129), (2, 3, 5, 65), (2, 1, 2, 3, 33)),
     "misaligned": ((5, 257), (3, 5, 128)),  # of rows that would be read in vectors, were they aligned
     "contiguous": ((5, 257),),
 }

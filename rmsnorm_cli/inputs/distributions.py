@@ -164,6 +164,14 @@ def _exact(case: Case, generator: Generator, x: Tensor, gamma: Tensor) -> Tensor
     return products * x / gamma  # x is ±1, so u = products · x
 
 
+def _nonfinite_upstream(case: Case, generator: Generator, x: Tensor, gamma: Tensor) -> Tensor:
+    """NaN in the first row, which no other may take over; of dgamma it spoils its own column alone."""
+    dy = _upstream(case, generator, x, gamma)
+    if case.M > 2:
+        dy[0, 0] = math.nan
+    return dy
+
+
 def _stalling(case: Case, generator: Generator, x: Tensor, gamma: Tensor) -> Tensor:
     """Make the first row contribute what the dtype's spacing is ½ at, each later one ⅛: such a sum loses them."""
     first = 64.0 if case.dtype == "bfloat16" else 512.0
@@ -201,5 +209,6 @@ _DY: dict[str, Callable[[Case, Generator, Tensor, Tensor], Tensor]] = {
     "aligned": _aligned,
     "parallel": _parallel,
     "exact": _exact,
+    "nonfinite": _nonfinite_upstream,
     "stalling": _stalling,
 }

@@ -92,7 +92,7 @@ def test_every_distribution_exists_at_small_and_empty_shapes(name, shape):
     assert inputs.x.shape == inputs.dy.shape == shape
     assert inputs.gamma is not None
     assert inputs.gamma.shape == shape[1:]
-    assert bool(inputs.dy.isfinite().all())
+    assert bool(inputs.dy.isfinite().all()) == (name != "nonfinite" or shape[0] <= 2)
 
 
 def _draw(name, shape=(67, 1000), dtype="float32"):
@@ -184,12 +184,16 @@ def test_fp16_range_has_squares_beyond_fp16_on_both_sides():
     assert bool((_draw("fp16_range", (1, 33), "float16").x.square()).isinf().all())
 
 
-def test_nonfinite_puts_infinities_in_odd_widths_and_nan_in_even_ones():
+def test_nonfinite_puts_infinities_in_odd_widths_and_nan_in_even_ones_and_nan_in_dy():
     odd, even = _draw("nonfinite", (5, 33)).x, _draw("nonfinite", (5, 34)).x
     assert (int(odd.isposinf().sum()), int(odd.isneginf().sum()), int(odd.isnan().sum())) == (1, 1, 0)
     assert (int(even.isinf().sum()), int(even.isnan().sum())) == (0, 1)
-    dgamma = cases.oracle(_draw("nonfinite", (5, 33)), 1e-6).dgamma
-    assert int((~dgamma.isfinite()).sum()) == 2
+    dy = _draw("nonfinite", (5, 33)).dy
+    assert (int(dy.isnan().sum()), bool(dy[0, 0].isnan())) == (1, True)
+    want = cases.oracle(_draw("nonfinite", (5, 33)), 1e-6)
+    assert int((~want.dgamma.isfinite()).sum()) == 3
+    assert bool(want.dx[0].isnan().all())
+    assert bool(want.dx[[1, 3]].isfinite().all())
 
 
 STRIDES = {

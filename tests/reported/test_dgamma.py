@@ -170,7 +170,7 @@ def test_rows_outside_the_batch_do_not_reach_dgamma(impl, device, same):
 
 @pytest.mark.case("B20")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["x", "dy"])
+@pytest.mark.parametrize("where", ["x", "dy", "gamma"])
 @pytest.mark.parametrize(("M", "N"), [(5, 3), (9, 257), (70, 33), (3, 5000)])
 def test_a_bad_number_keeps_to_its_row_of_dx_and_to_what_the_formula_gives(M, N, where, bad, impl, device, gradients):
     """Other rows keep their numbers; y, dx and dgamma are NaN and infinite where float64's formula says so."""
@@ -179,11 +179,17 @@ def test_a_bad_number_keeps_to_its_row_of_dx_and_to_what_the_formula_gives(M, N,
     draws = torch.Generator().manual_seed(M * N)
     x, dy, gamma = (torch.randn(*shape, generator=draws) for shape in ((M, N), (M, N), (N,)))
     row, column = M // 2, N // 2
-    (x if where == "x" else dy)[row, column] = bad
+    if where == "gamma":
+        gamma[column] = bad
+    else:
+        (x if where == "x" else dy)[row, column] = bad
     y, dx, dgamma = (found.cpu() for found in gradients(x.to(device), gamma.to(device), dy.to(device), impl))
     right_dx, right_dgamma = reference.backward(dy.double(), x.double(), gamma.double(), 1e-6)
     for got, want in ((y, reference.forward(x.double(), gamma.double(), 1e-6)), (dx, right_dx), (dgamma, right_dgamma)):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5, equal_nan=True)
+    if where == "gamma":  # a column of y, every row of dx, and nothing of dgamma, which gamma does not enter
+        assert dgamma.isfinite().all()
+        return
     others = [i for i in range(M) if i != row]
     assert dx[others].isfinite().all()
     assert y[others].isfinite().all()
