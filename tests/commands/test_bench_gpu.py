@@ -30,6 +30,7 @@ def on_gpu(tmp_path, impl, shapes, **options):
     return outcome
 
 
+@pytest.mark.case("B71")
 def test_on_a_gpu_whole_calls_gpu_time_and_host_time_stand_side_by_side(tmp_path):
     outcome = on_gpu(tmp_path, ["fused", "rowwise", "torch", "reference", "compile"], [[2048, 1025]])
     (cell,) = outcome.summary["cells"]
@@ -97,6 +98,7 @@ def test_on_a_gpu_a_planted_slowdown_is_told_with_its_size(tmp_path, foreign):
     assert 1.02 < against["estimate"] < 1.5
 
 
+@pytest.mark.case("B70")
 @pytest.mark.parametrize("wait", [0, 400_000])
 def test_on_a_gpu_work_on_another_stream_is_caught(tmp_path, foreign, wait):
     name = foreign(
