@@ -257,15 +257,19 @@ def test_a_program_that_takes_too_long_to_compile_is_a_row_and_the_others_are_ti
 
 
 def test_a_backward_that_takes_too_long_is_interrupted_too(measured):
+    threaded = []
+
     class Slow(_Consuming):
         @staticmethod
         def backward(ctx, dy):
+            threaded.append(torch._C._is_multithreading_enabled())
             time.sleep(60)
 
     slow = SimpleNamespace(name="slow", call=lambda x, gamma, eps: Slow.apply(x, gamma, eps))
     cell, _ = measured({"slow": slow}, perimeters=("backward",), compile_seconds=0.5)
     assert {table["rows"][0]["status"] for table in cell["tables"]} == {"error"}
     assert cell["first_calls"]["slow"] < 30
+    assert threaded == [False], "on a GPU a backward of its own thread would not be reached"
 
 
 def test_one_program_that_does_not_fit_the_memory_is_an_error_and_the_others_are_timed(measured):
