@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UNCHANGED = {f"unchanged {kernel}": kernel for kernel in KERNELS}
 SMALL, FEW = 5_000, 8  # elements and rows of x: the interpreter needs a millisecond a row, and more show nothing new
-MANY = 12  # such questions of a gate, spread over its plan
+MANY = {"interpreter": 12, "cuda": 6}  # such questions of a gate, spread over its plan; a GPU compiles for each
 MOST = {IDENTITIES: 2, AUTOGRAD: 2, DETERMINISM: 2}  # of gates whose questions are a dozen calls each
 LOST = "CUDA error"  # what every call says once a kernel has read or written where it must not
 RACING = 300_000  # on a GPU the order of programs only changes where there are more rows than processors
@@ -134,7 +134,8 @@ def questions(
     first = [question for question in planned if exposing is not None and case_of(question) == exposing]
     small = [question for question in planned if question not in first and is_small(question, racing)]
     of_calls = [question for question in planned if case_of(question) is None]  # about one small call each
-    return first + small[:: -(-len(small) // MOST.get(gate.NAME, MANY)) or 1] + of_calls
+    most = MOST.get(gate.NAME, MANY[device.execution])
+    return first + small[:: -(-len(small) // most) or 1] + of_calls
 
 
 def case_of(question: Any) -> Case | None:

@@ -90,17 +90,4 @@ FAULTS = (
         equivalent="where the tiles fit the row no lane lies past its end, so that the mask lets everything through: "
         "the same numbers are loaded, added in the same order and stored.",
     ),
-    Fault(
-        name="words-of-idle-slots",
-        stage="launch",
-        file="frontplan.py",
-        story="The ring of words in which shared rows publish their sums is made twice as long as it is used. Half of "
-        "it is cleared for nothing before each launch.",
-        changes=(Change("self.words = groups * K * 8", "self.words = groups * K * 16"),),
-        exposing=rows(),
-        hiding=rows(),
-        expected=(),
-        equivalent="a group's words start at a place that follows from its number and K alone, and a step's from the "
-        "step: what lies behind the last group's words is neither written nor read.",
-    ),
 )

@@ -45,12 +45,12 @@ FAULTS = (
         name="y-in-another-order",
         stage="launch",
         file="frontplan.py",
-        story="Rows are walked in the order of x's strides, and written one behind the other into a y that is laid out "
-        "in the order of its dimensions. Where the two orders agree nothing shows.",
+        story="Rows are walked, and written one behind the other, in the order of x's strides, and the result is "
+        "handed out as if they lay in the order of its dimensions. Where the two orders agree nothing shows.",
         changes=(
             Change(
-                "empty_in_order(x, self.order)\n        rstd",
-                "torch.empty(x.shape, dtype=x.dtype, device=x.device)\n        rstd",
+                "return y, rstd, self.path",
+                "return y.as_strided(x.shape, torch.empty(x.shape, device='meta').stride()), rstd, self.path",
             ),
         ),
         exposing=FOUR,

@@ -13,7 +13,7 @@ from rmsnorm_cli.inputs.cases import Case
 ALONE = "programs that wait for one another cannot run one after the other, as the interpreter runs them"
 SHARED = Case((5, 65537))  # 33 programs a row in float32, and no power of two
 POWER = Case((5, 131072))  # 64 programs a row
-ROUND = Case((97, 131072))  # so many rows that a group of programs goes round its ring of eight steps
+ROUND = Case((97, 131073))  # so many rows that a group of programs goes round its ring of eight steps
 WAIT = "    while tl.max((word >> 32 != tag).to(tl.int32)) != 0:"
 
 FAULTS = (
