@@ -16,6 +16,7 @@ from rmsnorm_cli.kernels.contract import INTERPRETED
 
 DTYPES = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8, "float64": 2**-53}
 WIDTHS = st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 511, 513, 1025])
+WIDE = st.sampled_from([2049, 4097, 5000, 8193, 16384, 20000])  # beyond the teaching kernel; a few rows of them
 LARGEST = 4000  # elements: the interpreter goes through them one program at a time
 
 
@@ -73,11 +74,11 @@ class Drawn:
 @st.composite
 def calls(draw):
     impl = draw(st.sampled_from(["fused", "fused", "rowwise", "reference"]))
-    N = draw(WIDTHS)
+    N = draw(WIDTHS if impl == "rowwise" else st.one_of(WIDTHS, WIDTHS, WIDTHS, WIDE))
     leading = (
         draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)) if impl != "rowwise" else [draw(st.integers(0, 40))]
     )
-    while math.prod(leading) * N > LARGEST:
+    while math.prod(leading) * N > max(LARGEST, 3 * N):
         leading = [size // 2 for size in leading] if max(leading) > 1 else []
     dtype = draw(st.sampled_from(["float32", "float16"] if impl == "rowwise" else list(DTYPES)))
     beside = [dtype] if impl == "rowwise" or dtype in ("float32", "float64") else [dtype, "float32"]

@@ -46,6 +46,17 @@ WIDTHS = [1, 2, 3, 5, 17, 31, 33, 127, 129, 255, 257, 769, 1000, 1023, 1025, 204
 @pytest.mark.parametrize("N", WIDTHS)
 def test_values_and_gradients_at_widths_on_both_sides_of_powers_of_two(N, impl, device, gradients):
     """Rows of different size, a gamma of both signs: nothing that padding, divisor or gamma's place could hide in."""
+    judge(N, impl, device, gradients)
+
+
+@pytest.mark.case("B22", "B25", "B26")
+@pytest.mark.parametrize("N", [5000, 8192, 8193, 16384, 20000, 33000])
+def test_values_and_gradients_on_the_paths_of_wide_rows(N, free, device, gradients):
+    judge(N, free, device, gradients)
+
+
+def judge(N, impl, device, gradients):
+    """Hold y, dx and dgamma of three rows of random numbers against float64."""
     draws = torch.Generator().manual_seed(N)
     x = torch.randn(3, N, generator=draws) * torch.tensor([[0.1], [1.0], [20.0]])
     gamma, dy = torch.randn(N, generator=draws), torch.randn(3, N, generator=draws)

@@ -1,13 +1,12 @@
 """Reports about verification suites themselves: comparisons that pass, references that are worse, inputs that hide."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from rmsnorm_cli.commands import verify
 from rmsnorm_cli.config import load
+from rmsnorm_cli.console import Console
+from rmsnorm_cli.environment import Device
 from rmsnorm_cli.gates import declared, memory
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.inputs.layouts import Inputs
@@ -199,27 +198,25 @@ def test_default_cases_have_what_hides_nothing():
         assert (gamma != 1).float().mean() > 0.9
 
 
+def raising(kind):
+    def norm(x, gamma, eps):
+        raise kind("never")
+
+    return Implementation("never", norm)
+
+
 @pytest.mark.case("B68")
-def test_where_nothing_passed_the_exit_code_is_not_zero(tmp_path):
-    """One raises at every call, one dies: document, text and code say so, and each is a row and not the end."""
-    (tmp_path / "raises.py").write_text("def norm(x, gamma, eps):\n    raise ValueError('never')\n")
-    (tmp_path / "dies.py").write_text("def norm(x, gamma, eps):\n    import os\n    os._exit(3)\n")
-    both = ["--impl", "raises.py:norm", "--impl", "dies.py:norm"]
-    few = ["--only", "forward", "--rows", "1", "--cols", "3", "--dtype", "float32"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rmsnorm_cli", "verify", "--device", "interpreter", *both, *few, "--json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-    )
-    told = json.loads(done.stdout)
-    assert (told["status"], told["exit_code"], done.returncode) == ("error", 1, 1), done.stderr
-    assert told["counts"]["passed"] == 0
-    answers = {entry["impl"]: (entry["refused"], entry["error"]) for entry in told["scopes"] if entry["cases"]}
-    assert answers.keys() == {"raises.py:norm", "dies.py:norm"}
-    assert "verify: error: " in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("kind", "status"), [(ValueError, "inconclusive"), (torch.OutOfMemoryError, "error")], ids=["refuses", "breaks"]
+)
+def test_an_implementation_that_never_answers_is_no_pass(kind, status, device):
+    """What it raises is a row, the scopes that nobody judged are rows, and the whole is not 0."""
+    settings = load("verify", options={"verify.only": ["forward", "dx"], "verify.rows": [1], "verify.cols": [3]})
+    here = Device("auto", "cuda" if device != "cpu" else "interpreter", device, "here")
+    results = list(verify.ask(raising(kind), settings, Console(quiet=True), here, DECLARED))
+    counts = count(results)
+    assert counts["passed"] == 0
+    assert (overall(counts), Outcome(overall(counts), "cpu", counts).exit_code) == (status, 1)
 
 
 @pytest.mark.case("B68")
