@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from rmsnorm_cli.inputs import thinning
 from rmsnorm_cli.judging import tolerances
 from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall, strict_json
 
@@ -79,11 +80,16 @@ def plan(settings: "Settings") -> list[str]:
     """Say what would be asked of whom, without asking."""
     table = settings.verify
     shapes = f"{len(table.rows)} row counts x {len(table.cols)} widths x {len(table.dtypes)} dtypes"
-    return [
+    lines = [
         f"would verify {', '.join(settings.run.impl)} on device {settings.run.device}",
         f"scopes {', '.join(table.only)}; declared-tolerance grid of {shapes}, "
         f"{len(table.distributions)} distributions, {len(table.layouts)} layouts, as far as each contract takes them",
     ]
+    if table.default_dtypes:
+        lines.append(f"a Triton kernel without a GPU is asked less: {thinning.IN_THE_INTERPRETER}")
+    if "compile" in settings.run.impl and table.default_grid:
+        lines.append(f"compile, which compiles anew for each shape, is asked less: {thinning.OF_THE_COSTLY}")
+    return lines
 
 
 def ask(
@@ -96,6 +102,7 @@ def ask(
     """
     from rmsnorm_cli import gates
     from rmsnorm_cli.environment import executes_on
+    from rmsnorm_cli.gates.gate import one_thread
 
     execution = executes_on(impl, device)
     only = set(settings.verify.only)
@@ -104,7 +111,7 @@ def ask(
     judged: set[tuple[str, str]] = set()
     refusals: list[str] = []
     silent = 0
-    with console.progress(f"{impl.name} ({execution})", total) as progress:
+    with console.progress(f"{impl.name} ({execution})", total) as progress, one_thread(execution):
         for gate, question in ((gate, question) for gate, questions in planned for question in questions):
             results = [
                 result

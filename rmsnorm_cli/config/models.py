@@ -175,6 +175,11 @@ class Verify(Table):
         return bool(self.dtypes == type(self).model_fields["dtypes"].default)
 
     @property
+    def default_repeats(self) -> bool:
+        """Tell whether nobody has named the number of runs."""
+        return bool(self.repeats == type(self).model_fields["repeats"].default)
+
+    @property
     def default_layouts(self) -> bool:
         """Tell whether nobody has named layouts."""
         return bool(self.layouts == type(self).model_fields["layouts"].default)

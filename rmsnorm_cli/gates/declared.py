@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmsnorm_cli.gates.gate import NUMERIC, Asked, Tolerances, answer, device_type, inside, part, refusal
 from rmsnorm_cli.gates.hypotheses import explain
-from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs import cases, thinning
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.judging.numerics import Comparison, compare, dx_scale
@@ -37,9 +37,12 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
     """Return the grid, then each distribution, layout and gamma: of the defaults, what the contract takes.
 
     Who names rows, columns or dtypes is asked about those: cases outside the contract stay in the plan and are refused,
-    and no shapes are added that nobody named.
+    and no shapes are added that nobody named. What of the defaults is dear and asked already is left out (`thinning`).
     """
     verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
+    kind = device_type(execution)
+    if impl.costly and verify.default_grid:
+        return inside(impl, _of_few_shapes(settings), kind, most=None)
     distributions = [name for name in cases.DISTRIBUTIONS if name in verify.distributions]
     named = cases.grid(verify.rows, verify.cols, verify.dtypes, distributions, eps, seed)
     added: list[Case] = []
@@ -58,10 +61,20 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
         added += cases.by_layout(verify.dtypes, verify.layouts, eps, seed)
         if "contiguous" in verify.layouts:
             added += cases.by_gamma(verify.dtypes, eps, seed)
-    kind = device_type(execution)
     if verify.default_grid and verify.default_dtypes:
-        named = inside(impl, named, kind)
-    return cases.unique(named + inside(impl, added, kind))
+        named = inside(impl, named, kind, most=None)
+    asked = cases.unique(named + inside(impl, added, kind, most=None))
+    thinned = execution == "interpreter" and verify.default_grid and verify.default_dtypes
+    return [case for case in asked if not (thinned and thinning.spared(case))]
+
+
+def _of_few_shapes(settings: "Settings") -> list[Case]:
+    verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
+    distributions = [name for name in cases.DISTRIBUTIONS if name in verify.distributions]
+    first = verify.dtypes[:1]
+    asked = thinning.few_shapes(verify.rows, verify.cols, verify.dtypes, distributions, eps, seed)
+    asked += thinning.bounded(cases.by_layout(first, verify.layouts, eps, seed), 2 * thinning.COMPILED)
+    return cases.unique(asked + cases.by_gamma(first, eps, seed))
 
 
 def check(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rmsnorm_cli.gates.arena import same_bits
 from rmsnorm_cli.gates.gate import Answer, Asked, Tolerances, answer, device_type, inside
-from rmsnorm_cli.inputs import cases
+from rmsnorm_cli.inputs import cases, thinning
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.results import CaseResult, Execution, Scope
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NAME = "determinism"
 SCOPES: tuple[Scope, ...] = ("properties",)
 SHAPES = ((17, 257), (5, 1000))
+MOST_COMPILED = 1  # of a costly implementation: rows alone and in other places are shapes too
 ON_GPU = ((1024, 257), (300, 4096), (4099, 1000))  # more rows than processors, so that programs really race
 
 
@@ -46,11 +47,15 @@ class Repeated:
 
 
 def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> list[Repeated]:
-    """Return a few shapes in every dtype of the contract; on a GPU, shapes of many programs as well."""
+    """Return a few shapes in every dtype of the contract; on a GPU, shapes of many programs as well.
+
+    In the interpreter, where programs run one after another, the default number of runs is smaller.
+    """
     verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
     shapes = SHAPES + (ON_GPU if execution == "cuda" else ())
     asked = [cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in shapes]
-    return [Repeated(case, verify.repeats) for case in inside(impl, asked, device_type(execution))]
+    runs = thinning.RUNS if execution == "interpreter" and verify.default_repeats else verify.repeats
+    return [Repeated(case, runs) for case in inside(impl, asked, device_type(execution), MOST_COMPILED)]
 
 
 def check(

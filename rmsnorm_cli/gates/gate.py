@@ -1,7 +1,8 @@
 """What all gates share: how an implementation is called, how what it raises is classified, how a verdict is written."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from rmsnorm_cli.errors import RmsnormError, of_the_machine
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
+from rmsnorm_cli.inputs.thinning import COMPILED, bounded
 from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.judging.tolerances import Tolerance
 from rmsnorm_cli.results import CaseResult, Execution, Scope, Status
@@ -177,9 +179,13 @@ def classified(impl: "Implementation", problem: Exception) -> Problem:
     return Problem("failed" if impl.ours else "refused", text)
 
 
-def inside(impl: "Implementation", cases: Sequence[Case], device_type: str) -> list[Case]:
-    """Return the cases within an implementation's contract: all of them where it has not told us one."""
-    return [case for case in cases if refusal(impl, case, device_type) is None]
+def inside(impl: "Implementation", cases: Sequence[Case], device_type: str, most: int | None = COMPILED) -> list[Case]:
+    """Return the cases within an implementation's contract: all of them where it has not told us one.
+
+    A costly implementation is asked those of `most` compilations, evenly over all; None: of all.
+    """
+    accepted = [case for case in cases if refusal(impl, case, device_type) is None]
+    return bounded(accepted, most) if impl.costly and most is not None else accepted
 
 
 def refusal(impl: "Implementation", case: Case, device_type: str) -> str | None:
@@ -200,6 +206,22 @@ def call_spec(case: Case, device_type: str) -> Any:
         eps=case.eps,
         device_type=device_type,
     )
+
+
+@contextmanager
+def one_thread(execution: Execution) -> Iterator[None]:
+    """Let PyTorch compute in one thread beside Triton's interpreter, which is NumPy in one thread.
+
+    Its tensors here are too small to share, and a thread that waits for the next one to share spins meanwhile: half of
+    the processor time of a run, more on a machine of many cores.
+    """
+    threads = torch.get_num_threads()
+    if execution == "interpreter":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def device_type(execution: Execution) -> str:

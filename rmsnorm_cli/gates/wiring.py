@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NAME = "autograd"
 SCOPES: tuple[Scope, ...] = ("properties",)
 SHAPE = (3, 65)
+MOST_COMPILED = 1  # of a costly implementation: most ways of wiring compile by themselves
 # What another process keeps to itself: saved tensors, addresses, the graph behind a second derivative.
 OF_THE_PROCESS = frozenset(
     {
@@ -40,7 +41,7 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
     """Return one small case in every dtype of the contract."""
     verify, eps, seed = settings.verify, settings.operator.eps, settings.run.seed
     asked = [cases.case(SHAPE, dtype, "aligned", eps, seed) for dtype in verify.dtypes]
-    return inside(impl, asked, device_type(execution))
+    return inside(impl, asked, device_type(execution), MOST_COMPILED)
 
 
 def check(

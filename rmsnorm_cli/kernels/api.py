@@ -38,7 +38,7 @@ class Implementation:
     `rounding` is where the implementation rounds, for the oracle: `fp32` once, at the end; `llama` x · rstd to x's
     dtype, then times gamma; `gemma` times 1 + gamma, in fp32. `ours` are held to bitwise determinism,
     `deterministic` ones promise it. `isolated` ones run in a process of their own: their numbers can be judged, their
-    memory and their graph cannot.
+    memory and their graph cannot. `costly` ones compile anew for each shape, layout, dtype and eps.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Implementation:
     ours: bool = False
     deterministic: bool = False
     isolated: bool = False
+    costly: bool = False
 
 
 def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
@@ -69,7 +70,7 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
     if name == "torch":
         return Implementation(name, native)
     if name == "compile":
-        return Implementation(name, Compiled())
+        return Implementation(name, Compiled(), costly=True)
     if name in PACKAGES:
         package = PACKAGES[name]
         return Implementation(name, package_norm(name), triton=package.triton, rounding=package.rounding)
