@@ -24,6 +24,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Processes that tests start find this package wherever they start, and what else this process finds.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.getenv("PYTHONPATH")])])
+
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "immunity.md"

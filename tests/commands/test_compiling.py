@@ -72,8 +72,7 @@ def test_it_is_the_machine_and_not_the_kernel(command, problem, tmp_path, monkey
 
 def started(folder: Path, cache: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
     """Start a small `verify` in a process of its own, with the compiled kernels in `cache`."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ours = {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    ours = {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "rmsnorm_cli", "verify", *SMALL, "--impl", "fused", "--device", "cuda"]
     return subprocess.Popen(
         [*command, "--runs-dir", str(folder), *more],

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def tool(tmp_path):
         return subprocess.Popen(
             [sys.executable, "-m", "rmsnorm_cli", "train", *arguments],
             cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

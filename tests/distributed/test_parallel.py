@@ -24,8 +24,7 @@ RANKED = Path(__file__).with_name("parallel.py")
 
 def together(kind: str, folder: Path) -> Path:
     """Run every scenario in two processes and return the folder that holds what they left."""
-    path = os.pathsep.join([str(RANKED.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(RANKED), kind, str(folder)], capture_output=True, text=True, env=environment, timeout=500

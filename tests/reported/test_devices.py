@@ -42,6 +42,7 @@ def test_everything_happens_on_the_gpu_of_x(N, elsewhere, impl, device, same):
                 assert torch.cuda.memory_allocated(0) == before
         assert {tensor.device.index for tensor in (y, x.grad, gamma.grad)} == {index}
         found[index] = [tensor.detach().cpu() for tensor in (y, x.grad, gamma.grad)]
+        del y, backward  # what they hold on GPU 0 must not be freed while GPU 1 is asked
     for left, right in zip(found[0], found[1], strict=True):
         assert torch.equal(left, right)
     if N == 2:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def process(folder, *arguments):
             str(folder),
             *arguments,
         ],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

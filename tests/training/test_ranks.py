@@ -23,7 +23,7 @@ def torchrun(folder, scenario, options, processes=2):
     (folder / "options.json").write_text(json.dumps(options))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment |= {"PYTHONPATH": str(RANKED.parents[2]), "OMP_NUM_THREADS": "1"}
+    environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     return subprocess.run(
         [*command, str(RANKED), scenario, str(folder)], capture_output=True, text=True, env=environment, timeout=300
