@@ -36,9 +36,10 @@ SMALL = {
     "run.impl": ["torch"],
 }
 CELL = {"cell": "6x33 float32", "perimeter": "forward", "measure": "calls", "cache": "loop"}
+NO_STREAM = {"stream": None, "control": None}
 TIMED = {
     "cells": [
-        {"cell": CELL["cell"], "tables": [{**CELL, "rows": [{"impl": "torch", "status": "passed"}], "stream": None}]}
+        {"cell": CELL["cell"], "tables": [{**CELL, "rows": [{"impl": "torch", "status": "passed"}], **NO_STREAM}]}
     ],
     "card": "a card",
     "driver": "1",
@@ -161,6 +162,15 @@ COMMANDS = {
     "report": ["report", "{run}"],
     "compare": ["bench", "--compare", "{run}", "--dry-run"],
 }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_runs_that_nothing_happened_to_are_taken(command, originals, tmp_path):
+    """Otherwise the test below could not tell what damage does."""
+    source = originals["bench" if command == "compare" else "train"]
+    shutil.copytree(source, tmp_path / "runs" / source.name)
+    words = [word.format(run=source.name) for word in COMMANDS[command]]
+    assert ask([*words, "--runs-dir", str(tmp_path / "runs")], tmp_path) in (0, 1 if command == "resume" else 0)
 
 
 @pytest.mark.case("B74", "B76", "B80")
