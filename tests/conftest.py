@@ -9,6 +9,7 @@ Hypothesis draws the same few cases each time; FUZZ=nightly in the environment m
 import ast
 import os
 import re
+import signal
 import tomllib
 from collections import Counter, defaultdict
 from datetime import UTC, datetime
@@ -48,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell's background: every process of a test would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--immunity") and not hasattr(config, "workerinput"):  # xdist's workers report to one process
         config.pluginmanager.register(Immunity(Path(config.getoption("--immunity"))))
 
