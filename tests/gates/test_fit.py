@@ -78,9 +78,21 @@ def test_divisor_and_eps_are_read_sharply(dtype, shrink, eps):
 
 
 def test_float64_is_held_to_its_own_roundoff(said):
-    assert not any(said(candidates.native, graded("float64")).values())
+    for seed in range(5):
+        for shape in fit.SHAPES:
+            assert not any(said(candidates.native, graded("float64", shape, seed=seed)).values())
     text = said(lambda x, gamma, eps: candidates.native(x, gamma, eps * (1 + 1e-9)), graded("float64"))["forward"]
     assert text == "eps is 1.000000001e-06 instead of 1e-06"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_term_is_small_on_its_rows(dtype):
+    """Rows run from below √eps to far above it, and mean(u·x̂) is what it is for u = x̂, but for a little noise."""
+    given = cases.tensors(graded(dtype, (24, 1000)))
+    t = Terms(given.x.double(), given.gamma.double(), given.dy.double() * 24**0.5, 1e-6)
+    assert t.m.min() < 0.2 * t.eps
+    assert t.m.max() > 100
+    torch.testing.assert_close(t.c, t.m / (t.m + t.eps), atol=0.06, rtol=0)
 
 
 def _rstd(change):
