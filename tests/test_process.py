@@ -161,7 +161,7 @@ def test_of_several_signals_the_first_one_is_the_exit_code(again, monkeypatch):
 @pytest.mark.case("B77")
 def test_three_signals_at_once_leave_one_code_in_process_and_record(tmp_path):
     """SIGTERM and two SIGINT within a moment, in the middle of a real run."""
-    words = ["verify", "--device", "interpreter", "--runs-dir", str(tmp_path), "--impl", "rowwise"]
+    words = ["verify", "--runs-dir", str(tmp_path), "--impl", "rowwise"]
     process = subprocess.Popen(
         [sys.executable, "-m", "rmsnorm_cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

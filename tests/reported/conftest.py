@@ -51,7 +51,7 @@ def rounded():
         right = torch.as_tensor(want, dtype=torch.float64).cpu()
         unit = torch.finfo(got.dtype).eps / 2 * (2 if INTERPRETED and got.dtype == torch.bfloat16 else 1)
         smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps / 2
-        own = 0.0 if got.dtype == torch.float64 else 2.0**-22  # of the arithmetic before the rounding
+        own = 0.0 if got.dtype == torch.float64 else 2.0**-21  # of the arithmetic before the rounding
         assert got.shape == right.shape
         off = (got.detach().cpu().double() - right).abs()
         assert bool((off <= (unit + own) * right.abs() + smallest).all()), float((off / right.abs()).max())

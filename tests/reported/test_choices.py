@@ -128,7 +128,7 @@ def test_rows_whose_squares_leave_float32_are_alike_at_every_door(value, door, i
     if math.isfinite(value):
         assert not dx[0].any()
     alone = call(door, x[1:].detach(), gamma, impl)
-    torch.testing.assert_close(y[1:], alone, atol=0, rtol=0)
+    torch.testing.assert_close(y[1:], alone, atol=0, rtol=1e-6 if impl == "reference" else 0)
     assert dx[1].isfinite().all()
 
 

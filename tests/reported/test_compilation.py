@@ -120,6 +120,7 @@ def test_a_cold_capture_works_or_says_so_and_spoils_nothing(name, tmp_path):
         text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("refused") or first.startswith("replayed True"), done.stdout + done.stderr
     assert float(last.split()[1]) == pytest.approx(192, rel=1e-5)

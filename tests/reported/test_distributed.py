@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from rmsnorm_cli.kernels import RMSNorm
 dist.init_process_group("gloo")
-rank = dist.get_rank()
+rank, where = dist.get_rank(), sys.argv[1]
 found = {}
 for impl in ("reference", "rowwise", "fused"):
     for empty in (False, True):
-        norm = DistributedDataParallel(RMSNorm(2, impl=impl))
+        norm = DistributedDataParallel(RMSNorm(2, impl=impl, device=where))
         rows = [[[3.0, 4.0]], [[6.0, 8.0]]][rank] if not (empty and rank) else []
-        x = torch.tensor(rows).reshape(-1, 2)
+        x = torch.tensor(rows, device=where).reshape(-1, 2)
         for _ in range(2):  # a second step is where unused parameters are found
             norm.zero_grad()
             (norm(x) * (1.0, 3.0)[rank]).sum().backward()
@@ -39,16 +39,19 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def over_two_ranks():
-    """Return gamma's gradient of every implementation, with a row on both ranks and with one on the first alone."""
+def over_two_ranks(device):
+    """Return gamma's gradient of every implementation, with a row on both ranks and with one on the first alone.
+
+    Over gloo, which takes tensors of either kind; on a GPU both ranks share the first one.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    common = os.environ | shared | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    common = os.environ | shared | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
+            [sys.executable, "-c", RANK, device],
             env=common | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

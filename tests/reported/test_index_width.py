@@ -36,7 +36,7 @@ def test_every_path_counts_beyond_two_to_the_31_elements(M, N, device):
     assert not y[:-1].any()
     assert bool((dgamma == 1).all())
     assert bool((dx[:-1] == 1000).all())
-    assert float(dx[-1].abs().max()) <= 2e-6
+    assert float(dx[-1].abs().max()) <= 1e-5
 
 
 @pytest.fixture
