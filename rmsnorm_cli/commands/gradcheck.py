@@ -4,7 +4,9 @@ Each verdict is labelled with the program it tested. The reference's derivatives
 they say that the oracle, which judges the kernel elsewhere, is itself right.
 """
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,45 +18,16 @@ if TYPE_CHECKING:
     import torch
 
     from rmsnorm_cli.config import Gradcheck, Settings
-    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.console import Console, Progress
     from rmsnorm_cli.environment import Device
+    from rmsnorm_cli.judging.derivatives import Probe
     from rmsnorm_cli.kernels import Implementation
     from rmsnorm_cli.rundir.run import Run
 
 EXACT = 1e-12  # relative to the largest term: two float64 formulas of this length differ by rounding only
+PATIENCE = 3  # a process that dies at each question costs seconds every time
 WIDE = 64  # from this width on the Jacobian is probed in random directions instead of element by element
-KILLING = (1e-2, 1e-4)  # rms and eps with mean square = eps: no term of the formula is small beside another
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Float64 inputs of one shape: rows of one rms, gamma random in both signs, so that no term can hide."""
-
-    x: "torch.Tensor"  # (M, N)
-    gamma: "torch.Tensor"  # (N,)
-    dy: "torch.Tensor"  # (M, N)
-    rms: float
-    eps: float
-
-    @property
-    def name(self) -> str:
-        """Return MxN, rms and eps."""
-        return f"{self.x.shape[0]}x{self.x.shape[1]} rms {self.rms:g} eps {self.eps:g}"
-
-
-def probe(rows: int, cols: int, rms: float, eps: float, seed: int, device: str = "cpu") -> Probe:
-    """Draw the float64 inputs of one shape on the CPU and move them to `device`."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rows * 10_007 + cols)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    x = draw(rows, cols)
-    x = rms * x / x.square().mean(-1, keepdim=True).sqrt()
-    gamma = (0.5 + draw(cols).abs()) * torch.where(draw(cols) < 0, -1.0, 1.0)
-    return Probe(x.to(device), gamma.to(device), draw(rows, cols).to(device), rms, eps)
+WIDE_INTERPRETED = 8  # the same for a kernel in Triton's interpreter, which takes milliseconds for each evaluation
 
 
 @dataclass(frozen=True)
@@ -66,7 +39,10 @@ class Judge:
     program: str  # what was tested, in words
 
     def ask(self, scope: Scope, case: str, question: str, answer: Callable[[], float | None]) -> CaseResult:
-        """Run `answer`: a number is an error against EXACT, None means that a torch check passed; raising fails."""
+        """Run `answer`: a number is an error against EXACT, None means that a torch check passed; raising fails.
+
+        A stranger's exception declines this input, and its process may be lost: `refused` and `error`.
+        """
         status: Status = "passed"
         worst: float | None = None
         detail = f"{self.program}: {question}"
@@ -80,75 +56,19 @@ class Judge:
             if of_the_machine(problem):
                 raise
             first = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
-            status, detail = "failed", f"{detail}: {first}"
+            kinds = {kind.__name__ for kind in type(problem).__mro__}
+            status = "error" if "ForeignFailure" in kinds else "refused" if "ForeignRefused" in kinds else "failed"
+            detail = f"{detail}: {first}"
         return CaseResult(self.impl, self.execution, scope, "gradcheck", "float64", case, status, worst, detail)
 
 
-def relative(got: "torch.Tensor", want: "torch.Tensor", term: float = 0.0) -> float:
-    """Return max |got - want| over max |want|, or over `term` where that is larger; NaN stays NaN, shapes must agree.
-
-    `term` is the size of the terms whose difference `want` is: for one column they cancel almost wholly, and what is
-    left over carries their rounding, not its own.
-    """
-    if got.shape != want.shape:
-        raise ValueError(f"shape {tuple(got.shape)} where {tuple(want.shape)} is due")
-    return float((got - want).abs().max() / max(float(want.abs().max()), term))
-
-
-def complex_step(p: Probe) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Differentiate `<dy, y>` by complex steps, a formula of its own with no subtraction: (dx, dgamma)."""
-    import torch
-
-    step = 1e-200  # its square vanishes, so the imaginary part is the derivative to the last bit
-
-    def loss(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-        mean_square = (x * x).mean(-1, keepdim=True)
-        return (p.dy * gamma * x / (mean_square + p.eps).sqrt()).sum()
-
-    dx, dgamma = torch.empty_like(p.x), torch.empty_like(p.gamma)
-    x, gamma = p.x.to(torch.complex128), p.gamma.to(torch.complex128)
-    for index in range(p.x.numel()):
-        moved = x.clone().view(-1)
-        moved[index] += 1j * step
-        dx.view(-1)[index] = loss(moved.view_as(x), gamma).imag / step
-    for index in range(p.gamma.numel()):
-        moved = gamma.clone()
-        moved[index] += 1j * step
-        dgamma[index] = loss(x, moved).imag / step
-    return dx, dgamma
-
-
-def second_derivative(backward: Callable[..., Any], p: Probe, seed: int) -> tuple["torch.Tensor", ...]:
-    """Differentiate a backward formula once more along fixed random directions: gradients for dy, x and gamma."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    dy, x, gamma = (t.detach().clone().requires_grad_() for t in (p.dy, p.x, p.gamma))
-    dx, dgamma = backward(dy, x, gamma, p.eps)
-    along_x = torch.randn(dx.shape, dtype=torch.float64, generator=generator).to(dx.device)
-    along_gamma = torch.randn(dgamma.shape, dtype=torch.float64, generator=generator).to(dx.device)
-    scalar = (dx * along_x).sum() + (dgamma * along_gamma).sum()
-    return torch.autograd.grad(scalar, (dy, x, gamma))
-
-
-def by_autograd(call: Callable[..., "torch.Tensor"]) -> Callable[..., tuple["torch.Tensor", "torch.Tensor"]]:
-    """Return a backward made by autograd through a forward, differentiable again."""
-    import torch
-
-    def backward(dy: Any, x: Any, gamma: Any, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        gamma = gamma if gamma.requires_grad else gamma.detach().requires_grad_()
-        dx, dgamma = torch.autograd.grad(call(x, gamma, eps), (x, gamma), dy, create_graph=True)
-        return dx, dgamma
-
-    return backward
-
-
-def check_call(judge: Judge, call: Callable[..., "torch.Tensor"], p: Probe, table: "Gradcheck") -> Iterator[CaseResult]:
+def check_call(
+    judge: Judge, call: Callable[..., "torch.Tensor"], p: "Probe", table: "Gradcheck"
+) -> Iterator[CaseResult]:
     """Judge the first and second derivatives of a differentiable call by torch's finite differences."""
     import torch
 
-    fast = p.x.shape[1] >= WIDE
+    fast = p.x.shape[1] >= (WIDE_INTERPRETED if judge.execution == "interpreter" else WIDE)
     how = "in random directions" if fast else "for every element"
     options: dict[str, Any] = {"atol": table.atol, "rtol": table.rtol, "eps": table.step, "fast_mode": fast}
     x, gamma = (t.detach().clone().requires_grad_() for t in (p.x, p.gamma))
@@ -170,8 +90,9 @@ def check_call(judge: Judge, call: Callable[..., "torch.Tensor"], p: Probe, tabl
         yield judge.ask("properties", p.name, f"second derivatives against finite differences {how}", twice)
 
 
-def check_formulas(judge: Judge, p: Probe, seed: int) -> Iterator[CaseResult]:
+def check_formulas(judge: Judge, p: "Probe", seed: int) -> Iterator[CaseResult]:
     """Judge the reference's explicit backward against autograd and complex steps, and its own derivative."""
+    from rmsnorm_cli.judging.derivatives import by_autograd, complex_step, relative, second_derivative
     from rmsnorm_cli.kernels import reference
 
     traced = by_autograd(reference.forward)
@@ -204,11 +125,12 @@ def check_formulas(judge: Judge, p: Probe, seed: int) -> Iterator[CaseResult]:
 
 
 def check_implementation(
-    impl: "Implementation", p: Probe, execution: Any, table: "Gradcheck", seed: int
+    impl: "Implementation", p: "Probe", execution: Any, table: "Gradcheck", seed: int
 ) -> Iterator[CaseResult]:
     """Yield every verdict about one implementation at one shape."""
     import torch
 
+    from rmsnorm_cli.gates.gate import ELSEWHERE
     from rmsnorm_cli.kernels.contract import CallSpec
 
     spec = CallSpec(tuple(p.x.shape), p.x.dtype, p.gamma.dtype, True, p.eps, p.x.device.type)
@@ -218,7 +140,11 @@ def check_implementation(
         yield CaseResult(impl.name, execution, "properties", "gradcheck", "float64", p.name, "skipped", detail=detail)
         return
     program = {"reference": "the readable reference through autograd"}.get(impl.name, f"{impl.name} itself, in float64")
-    yield from check_call(Judge(impl.name, execution, program), impl.call, p, table)
+    asked = table.model_copy(update={"second": table.second and not impl.isolated})
+    yield from check_call(Judge(impl.name, execution, program), impl.call, p, asked)
+    if asked.second != table.second:
+        detail = f"{program}: second derivatives: {ELSEWHERE}"
+        yield CaseResult(impl.name, execution, "properties", "gradcheck", "float64", p.name, "skipped", detail=detail)
     if impl.name == "reference":
         yield from check_formulas(Judge(impl.name, execution, "the explicit backward formula"), p, seed)
     if impl.name == "fused" and table.opcheck:
@@ -226,7 +152,8 @@ def check_implementation(
 
         def registered() -> None:
             x, gamma = (t.detach().clone().requires_grad_() for t in (p.x, p.gamma))
-            torch.library.opcheck(ops.fused_forward, (x, gamma, p.eps))
+            with warnings.catch_warnings(action="ignore"):  # Dynamo asks for a .grad, and warns of it itself
+                torch.library.opcheck(ops.fused_forward, (x, gamma, p.eps))
 
         judge = Judge(impl.name, execution, "the registered operator")
         question = "opcheck: schema, autograd, fake tensor and dispatch are registered; it judges no number"
@@ -235,24 +162,21 @@ def check_implementation(
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Check every shape of every implementation in float64, and write the partitions that `train` will use."""
-    from rmsnorm_cli.environment import executes_on
-    from rmsnorm_cli.kernels import implementation
+    from rmsnorm_cli.gates.gate import one_thread
+    from rmsnorm_cli.judging.derivatives import KILLING
+    from rmsnorm_cli.kernels.foreign import opened
 
-    table = settings.gradcheck
     results: list[CaseResult] = []
-    scales = (KILLING, (1.0, settings.operator.eps))
-    shapes = [(rows, cols, *scale) for rows in table.rows for cols in table.cols for scale in scales]
     names = list(dict.fromkeys(("reference", *settings.run.impl)))  # the reference judges the others, so it comes first
-    with console.progress("gradcheck", len(shapes) * len(names)) as progress:
-        for name in names:
-            impl = implementation(name, settings.run.rounding)
-            execution = executes_on(impl, device)
-            for shape in shapes:
-                p = probe(*shape, settings.run.seed, device.torch_device)
-                for result in check_implementation(impl, p, execution, table, settings.run.seed):
-                    run.record(result.record())
-                    results.append(result)
-                progress.advance(1, f"{name} {p.name}")
+    table, scales = settings.gradcheck, (KILLING, (1.0, settings.operator.eps))
+    shapes = [(rows, cols, *scale) for rows in table.rows for cols in table.cols for scale in scales]
+    total = len(shapes) * len(names)
+    with ExitStack() as stack, console.progress("gradcheck", total) as progress, one_thread(device.execution):
+        place, rounding = device.torch_device, settings.run.rounding
+        for impl in [stack.enter_context(opened(name, place, rounding)) for name in names]:
+            for result in ask(impl, shapes, settings, device, progress):
+                run.record(result.record())
+                results.append(result)
     hashes = write_partitions(settings, run)
     counts = count(results)
     return Outcome(
@@ -268,6 +192,33 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         ),
         results=tuple(results),
     )
+
+
+def ask(
+    impl: "Implementation",
+    shapes: Sequence[tuple[int, int, float, float]],
+    settings: "Settings",
+    device: "Device",
+    progress: "Progress",
+) -> Iterator[CaseResult]:
+    """Yield every verdict about one implementation, each shape being rows, cols, rms and eps.
+
+    One that gives no answer three times running is not asked on.
+    """
+    from rmsnorm_cli.environment import executes_on
+    from rmsnorm_cli.judging.derivatives import probe
+
+    execution, silent = executes_on(impl, device), 0
+    for shape in shapes:
+        p = probe(*shape, settings.run.seed, device.torch_device)
+        for result in check_implementation(impl, p, execution, settings.gradcheck, settings.run.seed):
+            yield result
+            silent = silent + 1 if result.status == "error" else 0 if result.status != "skipped" else silent
+            if silent == PATIENCE:
+                text = f"{impl.name}: {PATIENCE} questions running had no answer; the rest was not asked"
+                yield CaseResult(impl.name, execution, "properties", "asked", "float64", "all", "error", detail=text)
+                return
+        progress.advance(1, f"{impl.name} {p.name}")
 
 
 def write_partitions(settings: "Settings", run: "Run") -> dict[str, str]:
@@ -300,6 +251,8 @@ def summary_table(results: list[CaseResult]) -> Table:
 
 
 def failures(results: list[CaseResult]) -> tuple[Table, ...]:
-    """Return a table of what failed, or none."""
-    rows = tuple((r.impl, r.scope, r.case, r.detail) for r in results if r.status == "failed")
-    return (Table("failed", ("impl", "scope", "case", "what was seen"), rows, prose=True),) if rows else ()
+    """Return a table of what failed or gave no answer, or none."""
+    shown = [r for r in results if r.status in ("failed", "error")]
+    rows = tuple((r.impl, r.scope, r.status, r.case, r.detail) for r in shown)
+    columns = ("impl", "scope", "status", "case", "what was seen")
+    return (Table("what did not pass", columns, rows, prose=True),) if rows else ()

@@ -9,6 +9,7 @@ from rmsnorm_cli import config
 from rmsnorm_cli.commands import gradcheck
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.environment import choose_device
+from rmsnorm_cli.judging import derivatives
 from rmsnorm_cli.kernels import implementation, reference
 from rmsnorm_cli.results import count
 from rmsnorm_cli.rundir.run import open_run
@@ -72,7 +73,7 @@ def mean_for_sum(dy, x, gamma, eps):
 def verdicts(call, rows=3, cols=7):
     """Return scope -> status of the finite-difference checks at the killing scale."""
     judge = gradcheck.Judge("planted", "cpu", "a planted formula")
-    probe = gradcheck.probe(rows, cols, *gradcheck.KILLING, seed=0)
+    probe = derivatives.probe(rows, cols, *derivatives.KILLING, seed=0)
     return {result.scope: result.status for result in gradcheck.check_call(judge, call, probe, TABLE)}
 
 
@@ -112,7 +113,7 @@ def test_a_second_derivative_that_treats_rstd_as_constant_fails():
 @pytest.mark.parametrize(("cols", "how"), [(33, "every element"), (257, "random directions")])
 def test_wide_rows_are_probed_in_random_directions_and_still_fail_a_wrong_mean(cols, how):
     judge = gradcheck.Judge("planted", "cpu", "a planted formula")
-    probe = gradcheck.probe(2, cols, *gradcheck.KILLING, seed=0)
+    probe = derivatives.probe(2, cols, *derivatives.KILLING, seed=0)
     results = list(gradcheck.check_call(judge, through(divided_by_block), probe, TABLE))
     assert how in results[0].detail
     assert results[0].status == "failed"
@@ -123,17 +124,17 @@ def test_a_wrong_explicit_backward_of_the_reference_is_seen(wrong, monkeypatch):
     """The oracle itself is judged, by autograd and by complex steps."""
     monkeypatch.setattr(reference, "backward", wrong)
     judge = gradcheck.Judge("reference", "cpu", "the explicit backward formula")
-    results = list(gradcheck.check_formulas(judge, gradcheck.probe(3, 7, *gradcheck.KILLING, seed=0), 0))
+    results = list(gradcheck.check_formulas(judge, derivatives.probe(3, 7, *derivatives.KILLING, seed=0), 0))
     assert count(results)["failed"] >= 3
     assert {"against autograd" in r.detail or "against complex steps" in r.detail for r in results} == {True}
 
 
 def test_complex_steps_agree_with_the_formula_to_rounding():
-    probe = gradcheck.probe(2, 5, 1.0, 1e-6, seed=3)
+    probe = derivatives.probe(2, 5, 1.0, 1e-6, seed=3)
     for got, want in zip(
-        reference.backward(probe.dy, probe.x, probe.gamma, 1e-6), gradcheck.complex_step(probe), strict=True
+        reference.backward(probe.dy, probe.x, probe.gamma, 1e-6), derivatives.complex_step(probe), strict=True
     ):
-        assert gradcheck.relative(got, want) < 1e-14
+        assert derivatives.relative(got, want) < 1e-14
 
 
 def test_an_error_that_is_not_a_number_fails():
@@ -143,7 +144,7 @@ def test_an_error_that_is_not_a_number_fails():
 
 def test_rowwise_is_named_as_not_tested_here():
     impl = implementation("rowwise")
-    (result,) = gradcheck.check_implementation(impl, gradcheck.probe(2, 3, 1.0, 1e-6, 0), "interpreter", TABLE, 0)
+    (result,) = gradcheck.check_implementation(impl, derivatives.probe(2, 3, 1.0, 1e-6, 0), "interpreter", TABLE, 0)
     assert result.status == "skipped"
     assert "was not tested" in result.detail
 
@@ -163,8 +164,82 @@ def test_the_command_writes_partitions_whose_hashes_it_reports(tmp_path, capsys)
     assert {json.loads(line)["impl"] for line in records} == {"reference", "rowwise", "fused"}
 
 
+STRANGERS = """
+import os
+import torch
+
+def right(x, gamma, eps):
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), gamma, eps)
+
+def aborts(x, gamma, eps):
+    os.abort()
+
+def wide(x, gamma, eps):
+    if x.shape[-1] < 3:
+        raise ValueError("three columns and more")
+    return right(x, gamma, eps)
+
+def wrong(x, gamma, eps):
+    return right(x, gamma, eps + 1e-4) + x - x.detach()
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """Return what gradcheck says of one of STRANGERS, beside what it says of the reference."""
+    (tmp_path / "strangers.py").write_text(STRANGERS)
+    monkeypatch.chdir(tmp_path)
+
+    def judged(name, cols=(3,)):
+        options = {"run.dir": str(tmp_path), "run.impl": [f"strangers.py:{name}"], "gradcheck.rows": [2]}
+        settings = config.load("gradcheck", options=options | {"gradcheck.cols": list(cols)})
+        device = choose_device("auto")
+        with open_run(settings, ["rmsnorm"], device, {}) as run:
+            outcome = gradcheck.run(settings, run, Console(quiet=True), device)
+            run.finish(outcome)
+        assert {r.status for r in outcome.results if r.impl == "reference"} == {"passed"}
+        return outcome, [r for r in outcome.results if r.impl != "reference"]
+
+    return judged
+
+
+@pytest.mark.case("B68")
+def test_a_stranger_that_aborts_is_a_row_and_not_the_end(stranger):
+    """Its process dies at each question; after three of them it is asked no more, and all else is judged."""
+    outcome, rows = stranger("aborts", cols=(3, 7))
+    assert (outcome.status, outcome.exit_code) == ("error", 1)
+    assert [row.status for row in rows if row.status != "skipped"] == ["error"] * (gradcheck.PATIENCE + 1)
+    assert "was killed by SIGABRT" in rows[0].detail
+    assert "the rest was not asked" in rows[-1].detail
+    (table,) = [table for table in outcome.tables if table.title == "what did not pass"]
+    assert {row[2] for row in table.rows} == {"error"}
+
+
+def test_a_stranger_is_judged_by_its_first_derivatives_and_may_decline(stranger):
+    """The graph of another process is not here, so that second derivatives are not asked; an exception declines."""
+    outcome, rows = stranger("wide", cols=(2, 7))
+    assert outcome.status == "passed"
+    assert [row.status for row in rows] == ["refused", "refused", "skipped"] * 2 + ["passed", "passed", "skipped"] * 2
+    assert "three columns and more" in rows[0].detail
+
+
+def test_a_wrong_gradient_of_a_stranger_fails(stranger):
+    outcome, rows = stranger("wrong")
+    assert outcome.status == "failed"
+    assert {row.scope for row in rows if row.status == "failed"} == {"dx"}
+
+
+def test_a_kernel_in_the_interpreter_is_probed_element_by_element_in_narrow_rows_alone():
+    judge = gradcheck.Judge("planted", "interpreter", "a planted formula")
+    for cols, how in ((7, "every element"), (8, "random directions")):
+        probe = derivatives.probe(2, cols, *derivatives.KILLING, seed=0)
+        results = list(gradcheck.check_call(judge, through(divided_by_block), probe, TABLE))
+        assert how in results[0].detail
+        assert results[0].status == ("failed" if cols != 8 else "passed"), "8 is its own block"
+
+
 @pytest.mark.gpu
 def test_the_reference_passes_in_float64_on_the_gpu():
     judge = gradcheck.Judge("reference", "cuda", "the reference on the GPU")
-    probe = gradcheck.probe(3, 7, *gradcheck.KILLING, seed=0, device="cuda")
+    probe = derivatives.probe(3, 7, *derivatives.KILLING, seed=0, device="cuda")
     assert not count(list(gradcheck.check_call(judge, reference.forward, probe, TABLE)))["failed"]
