@@ -83,20 +83,16 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
     and for a forward-mode derivative it raises ContractError; torch.compile takes the pair's `op`, or breaks its graph
     at the call.
     """
+    transformed = torch._C._are_functorch_transforms_active
+    name, forward = pair.name, pair.forward
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if torch.compiler.is_compiling():
             if pair.op is not None:
                 return pair.op(x, gamma, eps)
             # Dynamo would trace into the launch: break its graph here, and run as without it.
-            untraced: Tensor = torch.compiler.disable(run)(x, gamma, eps)  # type: ignore[no-untyped-call]
+            untraced: Tensor = torch.compiler.disable(call)(x, gamma, eps)  # type: ignore[no-untyped-call]
             return untraced
-        return run(x, gamma, eps)
-
-    transformed = torch._C._are_functorch_transforms_active
-    name, forward = pair.name, pair.forward
-
-    def run(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if transformed():
             raise ContractError(
                 f"{pair.name} was called inside a torch.func transform (vmap, grad, jvp, ...): "

@@ -7,14 +7,25 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import backward, chunks, reread, split, tables
+from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import INTERPRETED
-from rmsnorm_cli.kernels.frontplan import accumulator, can_share, multiprocessors, refused
+from rmsnorm_cli.kernels.frontplan import (
+    accumulator,
+    can_share,
+    holds_ring,
+    multiprocessors,
+    refused,
+    ring,
+    ring_constants,
+    takes_ring,
+)
 from rmsnorm_cli.kernels.program import Program
-from rmsnorm_cli.kernels.rowlayout import alignment, describe, empty_in_order
-from rmsnorm_cli.kernels.tables import Backward, backward_by_chunks, backward_table
+from rmsnorm_cli.kernels.rowlayout import alignment, describe, output_form
+from rmsnorm_cli.kernels.tables import Backward, backward_by_chunks, backward_table, column_sum_table, divided
 
 
 def geometry(columns: int) -> int:
@@ -30,8 +41,9 @@ class BackwardPlan:
     ) -> None:
         self.N = x.shape[-1]
         self.M = x.numel() // self.N
-        self.order = order
-        self.contiguous = x.is_contiguous()
+        self.dtype = x.dtype
+        self.empty = allocator(x.device)
+        self.shape, self.stride = output_form(x, order)
         self.need_dx, self.need_dgamma = need_dx, need_dgamma
         self.path = "backward/empty"
         if self.M == 0 or not (need_dx or need_dgamma):
@@ -54,13 +66,19 @@ class BackwardPlan:
         self.early = (
             not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
         )
-        config = backward_table(self.N, x.element_size())
-        shareable = config.path == "shared" and need_dx and can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
-        if config.path == "shared" and not shareable:
-            config = backward_by_chunks(x.element_size())
-        self._choose(config)
+        self.itemsize = x.element_size()
+        ringed = backward_table(self.N, self.itemsize, ring=True)
+        if need_dx and takes_ring(x, self.align, [x_rows, dy_rows]) and holds_ring(ringed, self.N, 2, x):
+            self._choose(ringed)
+        else:
+            self._choose(self._without_ring(x))
 
     # --- choice ---------------------------------------------------------------------------------------------------
+
+    def _without_ring(self, x: Tensor) -> Backward:
+        config = backward_table(self.N, self.itemsize)
+        shareable = self.need_dx and can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
+        return backward_by_chunks(self.itemsize) if config.path == "shared" and not shareable else config
 
     def _choose(self, config: Backward) -> None:
         self.config = config
@@ -78,6 +96,8 @@ class BackwardPlan:
             self._walk(config)
         elif config.path == "reload":
             self._reload(config)
+        elif config.path == "ring":
+            self._ring(config)
         elif config.path == "shared":
             self._share(config)
         else:
@@ -117,6 +137,23 @@ class BackwardPlan:
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
         self._sum(programs, False)
+
+    def _ring(self, config: Backward) -> None:
+        K, width, _ = divided(config, self.N, self.itemsize)
+        groups = min(self.sms * config.per_sm // K, self.M)
+        constants = {
+            **ring_constants(config, self.N, self.itemsize, self.align),
+            **{name: value for name, value in self.flags.items() if name not in ("UNIT", "DY_UNIT")},
+            "DGAMMA": self.need_dgamma,
+            "DEPENDENT": self.early,
+        }
+        self.main = Program(
+            ring.ring_backward_kernel, constants, config.warps, cooperative=K > 1, registers=config.registers
+        )
+        self.grid = (groups * K, 1)
+        self.words = groups * K * 8 if K > 1 else 0
+        self.scalars = (self.M, self.N, K, width, *self.layout)
+        self._sum(groups, self.early)
 
     def _share(self, config: Backward) -> None:
         K = triton.cdiv(self.N, config.A)
@@ -163,10 +200,10 @@ class BackwardPlan:
         self.partials = parts
         if not self.need_dgamma:
             return
-        columns = geometry(tables.COLUMN_SUM_COLUMNS)
-        block = min(max(triton.next_power_of_2(parts), 2), tables.COLUMN_SUM_ROWS)
-        constants = {"BLOCK_P": block, "COLUMNS": columns, "ALIGN": self.align, "DEPENDENT": early}
-        self.sum_after = Program(backward.column_sum_kernel, constants, 4, dependent=early)
+        rows, columns, warps = column_sum_table(parts, self.N)
+        columns = geometry(columns)
+        constants = {"BLOCK_P": rows, "COLUMNS": columns, "ALIGN": self.align, "DEPENDENT": early}
+        self.sum_after = Program(backward.column_sum_kernel, constants, warps, dependent=early)
         self.sum_grid = (triton.cdiv(self.N, columns), 1)
 
     # --- run ------------------------------------------------------------------------------------------------------
@@ -177,11 +214,11 @@ class BackwardPlan:
         """Allocate what is needed, launch, and return dx, dgamma and the name of the path."""
         dx = None
         if self.need_dx:
-            dx = torch.empty_like(x) if self.contiguous else empty_in_order(x, self.order)
+            dx = self.empty(self.shape, self.stride, self.dtype)
         dgamma = None
         if self.need_dgamma:
             assert gamma is not None
-            dgamma = torch.empty_like(gamma, memory_format=torch.contiguous_format)
+            dgamma = self.empty((self.N,), (1,), gamma.dtype)
         if self.path == "backward/empty":
             return dx, None if dgamma is None else dgamma.zero_(), self.path
         weights = x if gamma is None else gamma
@@ -192,20 +229,23 @@ class BackwardPlan:
             return dx, dgamma, self.path
         partial = rstd  # never touched where dgamma is not needed
         if self.need_dgamma:
-            partial = torch.empty(self.partials * self.N, dtype=accumulator(x.dtype), device=x.device)
+            partial = self.empty((self.partials * self.N,), (1,), accumulator(x.dtype))
         tensors: tuple[Tensor, ...] = (dy, x, weights, rstd, x if dx is None else dx, partial)
         if self.config.path == "chunks":
             self._run_chunks(tensors)
         else:
-            if self.config.path == "shared":
-                words = torch.zeros(self.words, dtype=torch.int64, device=x.device).view(torch.uint64)
+            if self.config.path in ("shared", "ring"):
+                words = rstd  # never touched where no row is shared
+                if self.words:
+                    words = torch.zeros(self.words, dtype=torch.int64, device=x.device).view(torch.uint64)
                 tensors = (*tensors, words)
             try:
                 self.main.launch(self.grid, tensors, self.scalars)
-            except (RuntimeError, OutOfResources) as problem:
-                if not refused(problem):
+            except (RuntimeError, OutOfResources, CompilationError) as problem:
+                if not refused(problem, self.config.path):
                     raise
-                self._choose(backward_by_chunks(x.element_size()))
+                by_chunks = backward_by_chunks(self.itemsize)
+                self._choose(self._without_ring(x) if self.config.path == "ring" else by_chunks)
                 return self.run(dy, x, gamma, rstd)
         if self.sum_after is not None:
             assert dgamma is not None
@@ -214,7 +254,7 @@ class BackwardPlan:
 
     def _run_chunks(self, tensors: tuple[Tensor, ...]) -> None:
         dy, x, weights, rstd, dx, partial = tensors
-        means = torch.empty(min(self.M, tables.CHUNK_ROWS), dtype=rstd.dtype, device=x.device)
+        means = self.empty((min(self.M, tables.CHUNK_ROWS),), (1,), rstd.dtype)
         grid = (triton.cdiv(self.N, geometry(tables.CHUNK_TILE[1])), self.parts)
         for first in range(0, self.M, tables.CHUNK_ROWS):
             rows = min(tables.CHUNK_ROWS, self.M - first)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import forward, split
+from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
 from rmsnorm_cli.kernels.program import Program
-from rmsnorm_cli.kernels.rowlayout import alignment, describe, empty_in_order, walking_order
-from rmsnorm_cli.kernels.tables import Forward, forward_by_chunks, forward_table
+from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, Rows, alignment, describe, output_form, walking_order
+from rmsnorm_cli.kernels.tables import RING_SCRATCH, Backward, Forward, divided, forward_by_chunks, forward_table
+
+try:
+    from rmsnorm_cli.kernels import ring as ring
+except ImportError:  # pragma: no cover  # Gluon is experimental: where it has moved, no path needs it
+    ring = None  # type: ignore[assignment]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -35,9 +43,51 @@ def can_share(parts: int, per_sm: int, x: Tensor) -> bool:
     return parts <= multiprocessors(x.get_device()) * per_sm
 
 
-def refused(problem: Exception) -> bool:
-    """Say whether the card cannot hold the launch: its programs together, or one program's shared memory."""
-    return isinstance(problem, OutOfResources) or "cooperative" in str(problem)
+def shared_memory(device: int) -> int:
+    """Return how many bytes of shared memory one program may have on a CUDA device."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def takes_ring(x: Tensor, align: int, rows: Sequence[Rows]) -> bool:
+    """Say whether a kernel written for CUDA can copy these rows into shared memory 16 bytes at a time."""
+    if ring is None or INTERPRETED or torch.version.hip is not None or x.dtype == torch.float64:
+        return False
+    return align * x.element_size() == VECTOR_BYTES and all(lie.unit for lie in rows)
+
+
+def holds_ring(config: Forward | Backward, N: int, tensors: int, x: Tensor) -> bool:
+    """Say whether a ring is what the table asks for, and whether the card has the shared memory and the programs."""
+    if config.path != "ring":
+        return False
+    parts, _, pieces = divided(config, N, x.element_size())
+    bytes_needed = tensors * config.stages * pieces * config.A * x.element_size() + RING_SCRATCH
+    return bytes_needed <= shared_memory(x.get_device()) and (parts == 1 or can_share(parts, config.per_sm, x))
+
+
+def ring_constants(config: Forward | Backward, N: int, itemsize: int, align: int) -> dict[str, Any]:
+    """Return what both `ring` kernels are compiled for."""
+    K, width, pieces = divided(config, N, itemsize)
+    return {
+        "CHUNK": config.A,
+        "PIECES": pieces,
+        "DEPTH": config.stages,
+        "WARPS": config.warps,
+        "SHARED": K > 1,
+        "LAG": config.lag if K > 1 else 0,
+        "PARTS": triton.next_power_of_2(K),
+        "FULL": pieces * config.A == width and N % width == 0,
+        "ALIGN": align,
+    }
+
+
+def refused(problem: Exception, path: str) -> bool:
+    """Say whether another path is to serve instead of raising the problem of a launch.
+
+    The card cannot hold its programs together, or one program's shared memory; or this Triton does not compile a
+    `ring`: Gluon, in which that is written, is experimental and may change.
+    """
+    outdated = path == "ring" and isinstance(problem, CompilationError)
+    return outdated or isinstance(problem, OutOfResources) or "cooperative" in str(problem)
 
 
 class ForwardPlan:
@@ -53,9 +103,9 @@ class ForwardPlan:
             return
         order = walking_order(x)
         assert order is not None
-        self.order = order
-        self.accumulator, self.device = accumulator(x.dtype), x.device
-        self.contiguous = x.is_contiguous()
+        self.dtype, self.accumulator, self.device = x.dtype, accumulator(x.dtype), x.device
+        self.empty = allocator(x.device)
+        self.shape, self.stride = output_form(x, order)
         rows = describe(x, order)
         assert rows is not None
         self.align = alignment(self.N, [(x, rows)])
@@ -67,10 +117,14 @@ class ForwardPlan:
             "GAMMA": gamma is not None,
             "GAMMA_UNIT": self.gamma_col == 1 or self.N == 1,
         }
+        ringed = forward_table(self.N, x.element_size(), ring=True)
+        rings = takes_ring(x, self.align, [rows]) and holds_ring(ringed, self.N, 1, x)
+        self._choose(ringed if rings else self._without_ring(x), x)
+
+    def _without_ring(self, x: Tensor) -> Forward:
         config = forward_table(self.N, x.element_size())
-        if config.path == "shared" and not can_share(triton.cdiv(self.N, config.A), config.per_sm, x):
-            config = forward_by_chunks(x.element_size())
-        self._choose(config, x)
+        shareable = can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
+        return forward_by_chunks(x.element_size()) if config.path == "shared" and not shareable else config
 
     def _choose(self, config: Forward, x: Tensor) -> None:
         self.config = config
@@ -92,8 +146,26 @@ class ForwardPlan:
             constants = {"CHUNK": config.A, "STAGES": config.stages, "FULL": config.A * (N // config.A) == N}
             self.program = Program(forward.loop_kernel, {**constants, "ALIGN": align, **flags}, config.warps)
             self.grid = (self.M, 1)
+        elif config.path == "ring":
+            self._ring(config, x)
         else:
             self._share(config, x)
+
+    def _ring(self, config: Forward, x: Tensor) -> None:
+        K, width, _ = divided(config, self.N, x.element_size())
+        groups = min(multiprocessors(x.get_device()) * config.per_sm // K, self.M)
+        constants = ring_constants(config, self.N, x.element_size(), self.align)
+        flags = {name: value for name, value in self.flags.items() if name != "UNIT"}
+        self.program = Program(
+            ring.ring_forward_kernel,
+            {**constants, **flags},
+            config.warps,
+            cooperative=K > 1,
+            registers=config.registers,
+        )
+        self.grid = (groups * K, 1)
+        self.shared = (K, width)
+        self.words = groups * K * 8
 
     def _share(self, config: Forward, x: Tensor) -> None:
         K = triton.cdiv(self.N, config.A)
@@ -124,19 +196,20 @@ class ForwardPlan:
         """Allocate y and rstd, launch, and return both with the name of the path."""
         if self.M == 0:
             return torch.empty_like(x), x.new_empty(0, dtype=accumulator(x.dtype)), "forward/empty"
-        y = torch.empty_like(x) if self.contiguous else empty_in_order(x, self.order)
-        rstd = torch.empty(self.M, dtype=self.accumulator, device=self.device)
+        y = self.empty(self.shape, self.stride, self.dtype)
+        rstd = self.empty((self.M,), (1,), self.accumulator)
         tensors: tuple[Tensor, ...] = (x, x if gamma is None else gamma, y, rstd)
         scalars: tuple[float, ...] = (self.M, self.N, eps, *self.layout)
-        if self.config.path == "shared":
+        if self.config.path in ("shared", "ring"):
             words = torch.zeros(self.words, dtype=torch.int64, device=self.device).view(torch.uint64)
             tensors, scalars = (*tensors, words), (self.M, self.N, eps, *self.shared, *self.layout)
         try:
             self.program.launch(self.grid, tensors, scalars)
-        except (RuntimeError, OutOfResources) as problem:
-            if not refused(problem) or self.config.path == "loop":
+        except (RuntimeError, OutOfResources, CompilationError) as problem:
+            if not refused(problem, self.config.path) or self.config.path == "loop":
                 raise
-            self._choose(forward_by_chunks(x.element_size()), x)
+            by_chunks = forward_by_chunks(x.element_size())
+            self._choose(self._without_ring(x) if self.config.path == "ring" else by_chunks, x)
             return self.run(x, gamma, eps)
         return y, rstd, self.path
 

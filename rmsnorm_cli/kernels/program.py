@@ -8,6 +8,7 @@ programs by both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,8 +89,13 @@ class Program:
         self._call = call  # last: another thread launches as soon as it is there
 
 
+@functools.cache
+def _cards() -> int:
+    return torch.cuda.device_count()
+
+
 def on_device(x: Tensor) -> Any:
     """Return a context in which launches go to the device of x, or None where they go there already."""
-    if not INTERPRETED and torch._C._cuda_getDevice() == x.get_device():
+    if not INTERPRETED and (_cards() == 1 or torch._C._cuda_getDevice() == x.get_device()):
         return None
     return launching(x)

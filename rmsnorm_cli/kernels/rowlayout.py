@@ -76,11 +76,18 @@ def walking_order(x: Tensor) -> tuple[int, ...] | None:
     return by_stride if describe(x, by_stride) is not None else None
 
 
-def empty_in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+def empty_in_order(x: Tensor, order: tuple[int, ...], device: str | torch.device | None = None) -> Tensor:
     """Allocate a tensor of x's shape and dtype whose rows are contiguous when walked in this order."""
+    device = x.device if device is None else device
     if order == tuple(range(len(order))):
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty_permuted(x.shape, (*order, len(order)), dtype=x.dtype, device=x.device)
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+    return torch.empty_permuted(x.shape, (*order, len(order)), dtype=x.dtype, device=device)
+
+
+def output_form(x: Tensor, order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of an output: x's own where x is contiguous, else of rows contiguous in this order."""
+    like = torch.empty_like(x, device="meta") if x.is_contiguous() else empty_in_order(x, order, "meta")
+    return tuple(like.shape), like.stride()
 
 
 def copied_in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

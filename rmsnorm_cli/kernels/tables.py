@@ -15,9 +15,10 @@ class Forward:
     """How a forward is launched. `rows`: ROWS rows a program, columns in tiles A + B; `reload`: one row, read twice.
 
     `shared`: K programs a row, A columns each, `per_sm` programs on an SM; `loop`: one row in chunks of A.
+    `ring`: at most B columns a program, in pieces of A, `stages` rows in shared memory, a row finished `lag` rows late.
     """
 
-    path: Literal["rows", "reload", "shared", "loop"]
+    path: Literal["rows", "reload", "shared", "ring", "loop"]
     A: int
     B: int = 0
     rows: int = 1
@@ -25,6 +26,7 @@ class Forward:
     stages: int = 1
     per_sm: int = 0
     registers: int | None = None
+    lag: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class Backward:
     """How a backward is launched. `walk`: tiles of `rows` rows, columns A + B; `reload`: one row, read twice.
 
     `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
+    `ring`: at most B columns a program, in pieces of A, `stages` rows in shared memory, a row finished `lag` rows late.
     `per_sm` programs on an SM, loads `stages` - 1 tiles ahead.
     """
 
-    path: Literal["walk", "reload", "shared", "chunks"]
+    path: Literal["walk", "reload", "shared", "ring", "chunks"]
     A: int
     B: int = 0
     rows: int = 1
@@ -43,6 +46,7 @@ class Backward:
     stages: int = 3
     per_sm: int = 1
     registers: int | None = None
+    lag: int = 0
 
 
 def cover(N: int) -> tuple[int, int]:
@@ -65,8 +69,36 @@ def odd(N: int, itemsize: int) -> bool:
     return N * itemsize % 4 != 0
 
 
-def forward_table(N: int, itemsize: int) -> Forward:
-    """Choose the forward launch for rows of N columns of `itemsize` bytes."""
+def divided(config: Forward | Backward, N: int, itemsize: int) -> tuple[int, int, int]:
+    """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces."""
+    parts = -(-N // config.B)
+    vector = 16 // itemsize
+    width = -(-N // (parts * vector)) * vector
+    return parts, width, -(-width // config.A)
+
+
+def forward_ring(N: int, itemsize: int) -> Forward | None:
+    """Choose the forward launch for rows that pass through a ring in shared memory, or None where that is no faster.
+
+    bf16 on one H200, 2026-11-30, share of a plain stream, before (`shared`) and now: 78 → 87 % at 73728 columns,
+    86 → 91 at 131072, 87 → 91 at 262144, 60 → 82 at 1048576.
+    """
+    if N * itemsize <= 131072 or itemsize == 8:
+        return None
+    if itemsize == 4:
+        return (
+            Forward("ring", 1024, 1024, 1, 2, 5, 10, 96, 2)
+            if N <= 65536
+            else Forward("ring", 2048, 2048, 1, 4, 5, 5, 96, 2)
+        )
+    return Forward("ring", 2048, 2048, 1, 2, 5, 10, 96, 2)
+
+
+def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
+    """Choose the forward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one."""
+    through_ring = forward_ring(N, itemsize) if ring else None
+    if through_ring is not None:
+        return through_ring
     A, B = cover(N)
     width = A + B
     if itemsize == 8:
@@ -92,8 +124,35 @@ def forward_by_chunks(itemsize: int) -> Forward:
     return Forward("loop", 16384 // itemsize, warps=16 if itemsize == 2 else 8, stages=3)
 
 
-def backward_table(N: int, itemsize: int) -> Backward:
-    """Choose the backward launch for rows of N columns of `itemsize` bytes."""
+def backward_ring(N: int, itemsize: int) -> Backward | None:
+    """Choose the backward launch for rows that pass through a ring in shared memory, or None where that is no faster.
+
+    bf16 on one H200, 2026-11-30, share of a plain stream, before (`reload`, `shared`) and now: 83 → 90 % at 16384
+    columns, 74 → 86 at 20480, 74 → 89 at 32768, 70 → 84 at 65536, 72 → 84 at 131072, 73 → 84 at 262144.
+    """
+    two_small = {"warps": 8, "per_sm": 2, "registers": 128, "lag": 1}  # two programs on an SM hide each other's waiting
+    if itemsize == 2 and N > 12288:
+        if N <= 16384:
+            return Backward("ring", 4096, 16384, 1, 16, 3)
+        if N <= 20480:
+            return Backward("ring", 2048, 10240, stages=2, **two_small)
+        if N <= 24576 or 36864 < N <= 40960 or 98304 < N <= 196608 or N > 2**19:
+            return Backward("ring", 2048, 8192, stages=3, **two_small)
+        return Backward("ring", 4096, 16384, 1, 16, 3, lag=1)
+    if itemsize == 4 and N > 16384:
+        if N <= 20480:
+            return Backward("ring", 2048, 10240, 1, 16, 2, lag=1)
+        if 49152 < N <= 98304:
+            return Backward("ring", 2048, 4096, stages=3, **two_small)
+        return Backward("ring", 4096, 8192, 1, 16, 3, lag=1)
+    return None
+
+
+def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
+    """Choose the backward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one."""
+    through_ring = backward_ring(N, itemsize) if ring else None
+    if through_ring is not None:
+        return through_ring
     A, B = cover(N)
     width = A + B
     if itemsize == 8:
@@ -138,8 +197,18 @@ CHUNK_TILE = (8, 512)
 CHUNK_PARTS = 4
 """Programs that share the rows of a column block in the `chunks` backward."""
 
-COLUMN_SUM_COLUMNS = 32
-COLUMN_SUM_ROWS = 256
+
+def column_sum_table(parts: int, N: int) -> tuple[int, int, int]:
+    """Return rows and columns of one program's tile of the column sum, and its warps.
+
+    396 rows of 769 columns, already in L2: 4.7 µs by 512 × 16, 7.1 by 256 × 32, 3.3 of it an empty launch.
+    """
+    rows = min(max(1 << (parts - 1).bit_length(), 2), 512)
+    return rows, 16 if N <= 8192 else 32, 8 if rows == 512 else 4
+
+
+RING_SCRATCH = 1024
+"""Bytes of shared memory that a `ring` kernel's reductions take beside its rows."""
 
 SMALL_ROWS = 256
 SMALL_ELEMENTS = 2**18

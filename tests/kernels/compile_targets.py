@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from rmsnorm_cli.kernels import backplan, frontplan
 from rmsnorm_cli.kernels.program import MOST_WAVES, Program
@@ -31,6 +32,7 @@ TYPES = {
     torch.uint64: "*u64",
 }
 ALIGNED = ("gamma_ptr", "dgamma_ptr")  # the pointers whose 16-byte alignment Triton looks at by itself
+SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that one program may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -73,7 +75,8 @@ def compiled(program: Program, dtypes: list[torch.dtype], target: GPUTarget) -> 
     if target.backend == "hip" or target.arch < 90:
         constants |= {name: False for name in ("DEPENDENT",) if name in constants}
         options.pop("launch_pdl", None)
-    return triton.compile(ASTSource(program.kernel, signature, constants, attributes), target=target, options=options)
+    source = GluonASTSource if program.kernel.is_gluon() else ASTSource
+    return triton.compile(source(program.kernel, signature, constants, attributes), target=target, options=options)
 
 
 def facts(kernel: Any, target: GPUTarget) -> dict[str, Any]:
@@ -107,6 +110,7 @@ def main(target_name: str, calls: list[str]) -> None:
     torch.cuda.get_device_capability = lambda _device=None: (9, 0)
     hip = target_name.startswith("gfx")
     target = GPUTarget("hip", target_name, 64) if hip else GPUTarget("cuda", int(target_name[3:]), 32)
+    frontplan.shared_memory = lambda _device: 0 if hip else SHARED[target.arch] * 1024
     for call in calls:
         dtype, shape = call.split(":")
         M, N = (int(size) for size in shape.split("x"))

@@ -11,7 +11,10 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_targets.py")
 ROOT = SCRIPT.parents[2]
 
-REPRESENTATIVE = ["bfloat16:1024x128", "bfloat16:1024x4096", "bfloat16:64x20480", "float32:128x257"]
+REPRESENTATIVE = [
+    *("bfloat16:1024x128", "bfloat16:1024x4096", "bfloat16:64x20480", "bfloat16:64x131072"),
+    *("float32:128x257", "float32:64x40962"),
+]
 TABLE = [
     *(f"bfloat16:1024x{N}" for N in (64, 128, 257, 769, 1024, 2048, 4096, 4099, 5120, 6144, 8191, 8192, 12288, 16384)),
     *(f"bfloat16:64x{N}" for N in (20480, 24576, 32768, 40960, 65536, 131072, 262144, 1048576)),
@@ -22,7 +25,9 @@ TABLE = [
     "float64:64x9000",
 ]
 ALIGNED = ("128", "1024", "2048", "4096", "5120", "6144", "8192", "20480", "32768")
-PIPELINED = ("walk_kernel", "shared_forward_kernel", "shared_backward_kernel")
+PIPELINED = (
+    "walk_kernel", "shared_forward_kernel", "shared_backward_kernel", "ring_forward_kernel", "ring_backward_kernel",
+)  # fmt: skip
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
@@ -52,10 +57,10 @@ def judge(records: list[dict], target: str) -> None:
 
 
 def test_representative_launches_on_hopper(tmp_path):
-    """A tile of rows, a walk, shared rows and few rows compile for sm_90 without spills, vectorised and pipelined."""
+    """Tiles, walks, rings, shared rows and few rows compile for sm_90 without spills, vectorised and pipelined."""
     records = compiled("sm_90", REPRESENTATIVE, tmp_path)
     kernels = {record["kernel"] for record in records}
-    assert kernels == {"rows_kernel", "walk_kernel", "column_sum_kernel", "shared_backward_kernel", "small_kernel"}
+    assert kernels == {"rows_kernel", "column_sum_kernel", "small_kernel", *PIPELINED}
     judge(records, "sm_90")
 
 
