@@ -33,19 +33,25 @@ CALLS = [
     ("only dx", "bfloat16", 300, 1000, "x"),
     ("only dgamma", "bfloat16", 300, 1000, "g"),
     ("no gamma", "bfloat16", 5, 1000, "x-"),
-    ("read twice", "bfloat16", 5, 16384, "xg"),
+    ("ring", "bfloat16", 5, 16384, "xg"),
+    ("ring", "bfloat16", 300, 12304, "xg"),
+    ("ring, shared rows", "bfloat16", 7, 32768, "xg"),
+    ("ring, shared rows", "bfloat16", 5, 24000, "xg"),
+    ("ring, shared rows", "float32", 5, 20480, "xg"),
+    ("ring, shared rows forward", "bfloat16", 5, 131072, "xg"),
+    ("read twice", "bfloat16", 5, 16380, "xg"),
     ("read twice forward", "bfloat16", 3, 40000, "xg"),
-    ("shared rows", "bfloat16", 7, 32768, "xg"),
-    ("shared rows", "bfloat16", 5, 24000, "xg"),
-    ("shared rows", "float32", 5, 20480, "xg"),
-    ("shared rows forward", "bfloat16", 5, 131072, "xg"),
+    ("shared rows", "bfloat16", 7, 32772, "xg"),
+    ("shared rows", "bfloat16", 5, 24004, "xg"),
+    ("shared rows", "float32", 5, 20482, "xg"),
+    ("shared rows forward", "bfloat16", 5, 131076, "xg"),
     ("by chunks", "float64", 9, 9000, "xg"),
     ("by chunks", "bfloat16", 5, 32768, "g"),
     ("teaching kernel", "float32", 17, 257, "xg"),
 ]
 
-PATHS = {f"forward/{path}" for path in ("rows", "reload", "shared", "loop")} | {
-    f"backward/{path}" for path in ("small", "walk", "reload", "shared", "chunks")
+PATHS = {f"forward/{path}" for path in ("rows", "reload", "ring", "shared", "loop")} | {
+    f"backward/{path}" for path in ("small", "walk", "reload", "ring", "shared", "chunks")
 }
 
 

@@ -22,10 +22,14 @@ PATHS = [
     ("backward/walk", "bfloat16", 1024, 5120),  # two tiles a row
     ("backward/walk", "float16", 1024, 4099),  # rows that no vector fits
     ("backward/walk", "float32", 1024, 4096),
-    ("backward/reload", "bfloat16", 512, 16384),  # the row is read twice
-    ("backward/shared", "bfloat16", 256, 32768),  # programs that wait for one another
-    ("backward/shared", "bfloat16", 128, 65536),
-    ("backward/shared", "float32", 96, 131072),
+    ("backward/ring", "bfloat16", 512, 16384),  # rows wait in shared memory
+    ("backward/ring", "bfloat16", 256, 32768),  # the same, and programs wait for one another
+    ("backward/ring", "bfloat16", 96, 131072),
+    ("backward/ring", "float32", 96, 65536),
+    ("backward/reload", "bfloat16", 512, 16380),  # the row is read twice
+    ("backward/shared", "bfloat16", 256, 32772),  # programs that wait for one another
+    ("backward/shared", "bfloat16", 128, 65540),
+    ("backward/shared", "float32", 96, 131074),
     ("backward/chunks", "float64", 128, 9000),  # a mean first, then columns
 ]
 
@@ -67,7 +71,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("path", "dtype", "M", "N"), PATHS)
 def test_the_shapes_lead_to_the_paths_that_they_stand_for(path, dtype, M, N):
     """The list covers each path of the tables, by shapes that the tables send there."""
-    config = tables.backward_table(N, getattr(torch, dtype).itemsize)
+    itemsize = getattr(torch, dtype).itemsize
+    config = tables.backward_table(N, itemsize, ring=N * itemsize % 16 == 0)
     few = M <= tables.SMALL_ROWS and M * N <= tables.SMALL_ELEMENTS
     assert path == ("backward/small" if config.path == "walk" and few else f"backward/{config.path}")
     assert {name for name, *_ in PATHS} == {f"backward/{kind}" for kind in (*get_args(KINDS), "small")}
