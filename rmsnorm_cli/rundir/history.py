@@ -112,6 +112,12 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
     raise ConfigError(f"{name} is no run directory: neither there nor in {runs_dir} does it hold a run.json of rmsnorm")
 
 
+def keeps_its_configuration(info: RunInfo) -> bool:
+    """Say whether config.toml is as it was written when the run was last begun; True where that was not kept."""
+    begun = info.facts.get("config_sha256")
+    return begun is None or begun == hashlib.sha256((info.dir / "config.toml").read_bytes()).hexdigest()
+
+
 def read_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of a run's metrics.jsonl; a last line that a kill cut short is left out.
 

@@ -8,6 +8,7 @@
 JSON here is strict: a number that is not finite is the string "nan", "inf" or "-inf". All times are UTC.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -22,18 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rmsnorm_cli import __version__
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError, exit_code_of, sentence
 from rmsnorm_cli.results import Outcome, strict_json
-from rmsnorm_cli.rundir import atomic, interrupts, liveness
-from rmsnorm_cli.rundir.history import (
-    RESERVE,
-    SCHEMA,
-    STAMP,
-    TOOL,
-    checksums,
-    find,
-    point_latest,
-    read_info,
-    read_records,
-)
+from rmsnorm_cli.rundir import atomic, history, interrupts, liveness
+from rmsnorm_cli.rundir.history import RESERVE, checksums, find, point_latest, read_info
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
@@ -91,7 +82,7 @@ class Run:
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl so far; a last line that a kill cut short is left out."""
-        return read_records(self.dir)
+        return history.read_records(self.dir)
 
     def keep_records(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite metrics.jsonl with the records that are wanted: a resumed command drops what it will do again."""
@@ -159,6 +150,10 @@ def reopen(
         before = info.facts.get("execution")
         raise ConfigError(f"--resume {resume}: that run executed on {before}, and this device is {device.execution}")
     recorded = config.load(info.command, file=info.dir / "config.toml")
+    if not history.keeps_its_configuration(info):  # an emptied one would load, as the defaults
+        raise ConfigError(
+            f"--resume {resume}: {info.dir / 'config.toml'} is not as it was written; put back a copy of it"
+        )
     if steps is not None:
         if steps < recorded.train.steps:
             raise ConfigError(
@@ -196,7 +191,7 @@ def reopen(
 def make_directory(runs_dir: Path, command: str, name: str) -> Path:
     """Make `runs_dir`/<UTC time>-<command>[-name] that did not exist before; a number tells equal ones apart."""
     assert "/" not in name, "the configuration lets no such name through"
-    stem = "-".join(filter(None, (f"{now():{STAMP}}", command, name)))
+    stem = "-".join(filter(None, (f"{now():{history.STAMP}}", command, name)))
     with atomic.explained(runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
     for number in range(1, 10_000):
@@ -223,8 +218,8 @@ def begin(
 
     home = re.compile(rf"(^|=){re.escape(os.path.expanduser('~'))}(?=/|$)")  # its name is nobody else's business
     run._facts = {
-        "schema": SCHEMA,
-        "tool": TOOL,
+        "schema": history.SCHEMA,
+        "tool": history.TOOL,
         "version": __version__,
         "command": run.settings.command,
         "argv": ["rmsnorm", *(home.sub(r"\1~", word) for word in argv[1:])],  # argv[0] is where it is installed
@@ -242,8 +237,10 @@ def begin(
         "counts": {},
         "summary": {},
     }
+    resolved = config.to_toml(run.settings)
+    run._facts["config_sha256"] = hashlib.sha256(resolved.encode()).hexdigest()
     atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
-    atomic.write(run.path("config.toml"), config.to_toml(run.settings))
+    atomic.write(run.path("config.toml"), resolved)
     atomic.write(run.path("env.json"), strict_json(environment) + "\n")
     with atomic.explained(run.path(RESERVE)):
         run.path(RESERVE).write_bytes(os.urandom(RESERVED_BYTES))  # random: a compressing disk must keep its size

@@ -143,9 +143,9 @@ parts = st.tuples(option_names, words) | st.tuples(option_names) | st.tuples(wor
 command_lines = st.lists(parts, max_size=4).map(lambda found: [word for part in found for word in part])
 variables = st.dictionaries(
     st.sampled_from(KEYS).map(lambda key: "RMSNORM_" + key.replace(".", "__").upper())
-    | words.filter(lambda text: "=" not in text).map(lambda text: f"RMSNORM_{text}")
+    | words.filter(lambda text: text.isprintable() and "=" not in text).map(lambda text: f"RMSNORM_{text}")
     | st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "NO_COLOR", "GITHUB_ACTIONS", "TERM"]),
-    words,
+    words.filter(str.isprintable),
     max_size=2,
 )
 

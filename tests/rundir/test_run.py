@@ -489,6 +489,7 @@ def test_resuming_a_live_run_is_refused(tmp_path):
         (lambda made: change(made, command="bench"), "is of bench, not of train"),
         (lambda made: change(made, execution="cuda"), "executed on cuda, and this device is interpreter"),
         (lambda made: (made / "config.toml").write_text("[train]\nstps = 3\n"), "config.toml:2: "),
+        (lambda made: (made / "config.toml").write_text(""), "config.toml is not as it was written"),
         (lambda made: (made / "metrics.jsonl").write_text('{"a": 1}\n{"a"\n'), "metrics.jsonl:2: "),
     ],
 )
