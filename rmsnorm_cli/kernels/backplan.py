@@ -84,12 +84,8 @@ class BackwardPlan:
         self.config = config
         self.path = f"backward/{config.path}"
         self.sum_after: Program | None = None
-        small = (
-            self.need_dx
-            and self.need_dgamma
-            and self.M <= tables.SMALL_ROWS
-            and self.M * self.N <= tables.SMALL_ELEMENTS
-        )
+        # Without dx too, so that dgamma keeps its bits when x is frozen.
+        small = self.need_dgamma and self.M <= tables.SMALL_ROWS and self.M * self.N <= tables.SMALL_ELEMENTS
         if config.path == "walk" and small:
             self._small(config)
         elif config.path == "walk":
@@ -108,7 +104,7 @@ class BackwardPlan:
 
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
-        row_programs = triton.cdiv(self.M, config.rows)
+        row_programs = triton.cdiv(self.M, config.rows) if self.need_dx else 0
         rows, columns = tables.SMALL_TILE[0], geometry(tables.SMALL_TILE[1])
         constants = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns, **self.flags}
         self.main = Program(backward.small_kernel, constants, config.warps)
@@ -223,9 +219,8 @@ class BackwardPlan:
             return dx, None if dgamma is None else dgamma.zero_(), self.path
         weights = x if gamma is None else gamma
         if self.path == "backward/small":
-            assert dx is not None
             assert dgamma is not None
-            self.main.launch(self.grid, (dy, x, weights, rstd, dx, dgamma), self.scalars)
+            self.main.launch(self.grid, (dy, x, weights, rstd, x if dx is None else dx, dgamma), self.scalars)
             return dx, dgamma, self.path
         partial = rstd  # never touched where dgamma is not needed
         if self.need_dgamma:

@@ -349,3 +349,16 @@ def test_a_gradient_that_does_not_match_is_refused(device):
         fused.backward(dy[:2], x, gamma, rstd)
     with pytest.raises(ContractError, match=r"dy is .*torch.float64"):
         fused.backward(dy.double(), x, gamma, rstd)
+
+
+@pytest.mark.parametrize(("M", "N"), [(3, 65), (17, 257), (40, 1024)])
+def test_few_rows_give_dgamma_the_same_bits_with_and_without_dx(M, N, device):
+    """One program sums the columns of a small problem, whether or not others beside it write dx."""
+    draws = torch.Generator().manual_seed(M)
+    x, dy = (torch.randn(M, N, generator=draws).to(device) for _ in range(2))
+    found = []
+    for wanted in (True, False):
+        gamma = torch.ones(N, device=device, requires_grad=True)
+        rms_norm(x.clone().requires_grad_(wanted), gamma, impl="fused").backward(dy)
+        found.append(gamma.grad)
+    assert torch.equal(*found)
