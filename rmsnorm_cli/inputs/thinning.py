@@ -1,8 +1,9 @@
 """What is asked less often where it is dear and would repeat another question; what somebody names is never thinned.
 
-Triton's interpreter pays for every program of a launch, some milliseconds each. Launches are chosen by row width and
-element size, so bfloat16 runs float16's, and differs in a store that the interpreter cuts instead of rounding. Programs
-run there one after another, so that repeated runs cannot meet a race, only what a call has left over for the next.
+Triton's interpreter pays for every program of a launch, some milliseconds each, and for every element of a wide row.
+Launches are chosen by row width and element size, so bfloat16 runs float16's, and differs in a store that the
+interpreter cuts instead of rounding. Programs run there one after another, so that repeated runs cannot meet a race,
+only what a call has left over for the next.
 An implementation that compiles anew for each shape (`costly`) takes seconds for each: it is asked fewer shapes, and
 more distributions of each. This module imports no torch, so that a plan can be told without it.
 """
@@ -15,14 +16,11 @@ from rmsnorm_cli.inputs.cases import Case
 
 WIDE = 4096  # columns that the teaching kernel takes at most
 RUNS = 3  # in the interpreter, whose bits must agree
-TALL = 300  # rows from which one shape is enough
-PADDED = 9  # columns of that shape: one more than a tile
 COMPILED = 3  # shapes and dtypes of one gate that a costly implementation is asked
 TURNS = 3  # distributions that it is asked of each shape of the declared plan
 
 IN_THE_INTERPRETER = (
     f"rows of more than {WIDE} columns not again in bfloat16, which has float16's launches; "
-    f"{TALL} rows and more with {PADDED} columns alone; "
     f"bits compared over {RUNS} runs, since programs that run one after another cannot race"
 )
 OF_THE_COSTLY = (
@@ -33,7 +31,7 @@ OF_THE_COSTLY = (
 
 def spared(case: Case) -> bool:
     """Tell whether the interpreter need not run a case of the default plan: another one runs the same kernels."""
-    return (case.M >= TALL and case.N != PADDED) or (case.dtype == "bfloat16" and case.N > WIDE)
+    return case.dtype == "bfloat16" and case.N > WIDE
 
 
 def few_shapes(
