@@ -26,6 +26,7 @@ NAME = "declared tolerance"
 SCOPES: tuple[Scope, ...] = NUMERIC
 WIDE_ROWS = 5  # rows of the widths that only GPUs are fast at: the interpreter's programs then walk two or three
 MORE_ROWS = (129, 1025)  # one more than a tile or a grid of programs is likely to hold
+CHUNKED = (9, 16385)  # rows in chunks, and more of them than one step takes
 MORE_ROWS_COLS = (2, 3, 9)  # 9: one column more than a tile
 SHARED = ((265, 16384), (97, 131072), (97, 131073))  # wide rows, more than programs, or groups of them, are resident
 MANY_ROWS = 65537  # past the largest y-size of a launch grid
@@ -49,6 +50,7 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
     if verify.default_grid:
         added += cases.grid((WIDE_ROWS,), cases.WIDE_COLS, verify.dtypes, distributions, eps, seed)
         added += cases.grid(MORE_ROWS, MORE_ROWS_COLS, verify.dtypes, distributions, eps, seed)
+        added += [cases.case(CHUNKED, dtype, distributions[0], eps, seed) for dtype in verify.dtypes]
         added += cases.by_eps(verify.dtypes, distributions, seed)
         added += cases.by_distribution(verify.dtypes, distributions, eps, seed)
         if execution == "cuda":

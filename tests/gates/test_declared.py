@@ -11,7 +11,10 @@ from rmsnorm_cli.gates import candidates, declared, hypotheses
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.judging.tolerances import DECLARED
+from rmsnorm_cli.kernels import implementation
+from rmsnorm_cli.kernels.contract import INTERPRETED
 from rmsnorm_cli.kernels.foreign import ForeignRefused, ForeignTimeout
+from rmsnorm_cli.kernels.tables import CHUNK_TILE, backward_table
 
 
 def statuses(results):
@@ -39,6 +42,14 @@ def test_an_implementation_without_a_contract_is_asked_everything(settings, impl
     assert {case.N for case in asked} >= set(cases.WIDE_COLS)
     assert {case.gamma_dtype for case in asked} == {None, "none", "float32"}
     assert sum(case.dtype == "bfloat16" for case in asked) >= 36
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU takes such rows in chunks only where it cannot share them")
+def test_rows_in_chunks_are_more_than_one_step_takes(settings):
+    """Otherwise a loop over tiles of rows that ends too early would be seen nowhere."""
+    asked = declared.plan(settings(), implementation("fused"), "interpreter")
+    rows = {case.M for case in asked if backward_table(case.N, 4).path == "shared" and case.dtype == "float32"}
+    assert any(M > CHUNK_TILE[0] and M % CHUNK_TILE[0] for M in rows)
 
 
 def test_settings_narrow_the_plan(settings, rowwise):
