@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rmsnorm_cli.gates.gate import ELSEWHERE, Asked, Tolerances, answer, classified, device_type, inside
-from rmsnorm_cli.gates.graphs import CHECKS, OF_OURS, ON_GPU, Wire
+from rmsnorm_cli.gates.graphs import CHECKS, OF_OURS, ON_GPU
+from rmsnorm_cli.gates.wire import Wire
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.results import CaseResult, Execution, Scope
