@@ -21,6 +21,7 @@ def statuses(results):
     return {result.scope: result.status for result in results}
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_rowwise_is_asked_at_least_72_cases_over_fp32_and_fp16(settings, rowwise):
     asked = declared.plan(settings(), rowwise, "interpreter")
     assert len(asked) >= 72
@@ -30,6 +31,7 @@ def test_rowwise_is_asked_at_least_72_cases_over_fp32_and_fp16(settings, rowwise
     assert {case.distribution for case in asked} == set(cases.DISTRIBUTIONS)
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_rowwise_is_asked_nothing_outside_its_contract(settings, rowwise):
     asked = declared.plan(settings(), rowwise, "interpreter")
     assert all(len(case.shape) == 2 and case.N <= 4096 and case.gamma_dtype is None for case in asked)
@@ -47,16 +49,19 @@ def test_an_implementation_without_a_contract_is_asked_everything(settings, impl
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU takes such rows in chunks only where it cannot share them")
 def test_rows_in_chunks_are_more_than_one_step_takes(settings):
     """Otherwise a loop over tiles of rows that ends too early would be seen nowhere."""
+    step = CHUNK_TILE[0]
     asked = declared.plan(settings(), implementation("fused"), "interpreter")
-    rows = {case.M for case in asked if backward_table(case.N, 4).path == "shared" and case.dtype == "float32"}
-    assert any(M > CHUNK_TILE[0] and M % CHUNK_TILE[0] for M in rows)
+    tall = {case.M for case in asked if backward_table(case.N, 4).path == "shared" and case.dtype == "float32"}
+    assert any(rows > step and rows % step for rows in tall)
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_settings_narrow_the_plan(settings, rowwise):
     narrow = settings(rows=(3,), cols=(5,), dtypes=("float16",), distributions=("tiny",), layouts=("contiguous",))
     assert [case.id for case in declared.plan(narrow, rowwise, "interpreter")] == ["float16/3x5/tiny/contiguous"]
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_seed_and_eps_of_the_run_reach_every_case(settings, rowwise):
     asked = declared.plan(settings(), rowwise, "interpreter")
     assert {case.seed for case in asked} == {0}
