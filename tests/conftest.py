@@ -70,6 +70,12 @@ def device() -> str:
     return "cuda:0" if GPUS else "cpu"
 
 
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans be made as where kernels are interpreted, on a machine with a GPU too; what is planned cannot run."""
+    monkeypatch.setattr("rmsnorm_cli.kernels.contract.INTERPRETED", True)
+
+
 # --- the table of reported cases --------------------------------------------------------------------------------------
 
 

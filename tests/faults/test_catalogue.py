@@ -94,6 +94,7 @@ def test_several_changes_of_one_mistake_are_all_made():
         fault.applied("a a")
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_inputs_that_show_a_mistake_are_among_those_that_verify_asks():
     """Otherwise the score would speak for inputs that nobody's kernel is ever asked."""
     asked = {
@@ -105,6 +106,7 @@ def test_inputs_that_show_a_mistake_are_among_those_that_verify_asks():
     assert not [(f.name, f.exposing.id) for f in shown if f.exposing not in asked[f.kernel]]
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_inputs_that_show_a_mistake_to_the_memory_gate_alone_are_among_its_own():
     asked = gates.memory.plan(verify_settings(), implementation("fused"), "interpreter")
     shown = [f for f in MISTAKES if f.kernel == "fused" and MEMORY in f.expected and DECLARED not in f.expected]

@@ -55,7 +55,6 @@ def test_rows_in_chunks_are_more_than_one_step_takes(settings):
     assert any(rows > step and rows % step for rows in tall)
 
 
-@pytest.mark.usefixtures("without_gpu")
 def test_settings_narrow_the_plan(settings, rowwise):
     narrow = settings(rows=(3,), cols=(5,), dtypes=("float16",), distributions=("tiny",), layouts=("contiguous",))
     assert [case.id for case in declared.plan(narrow, rowwise, "interpreter")] == ["float16/3x5/tiny/contiguous"]

@@ -79,6 +79,7 @@ def test_a_result_left_over_from_the_call_before_is_seen(ask, impl, question):
     assert words(ask(determinism, impl(growing, ours=True), question))[0] == "failed"
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_plan_repeats_as_often_as_the_settings_say(settings, rowwise):
     asked = determinism.plan(settings(repeats=7), rowwise, "interpreter")
     assert {question.repeats for question in asked} == {7}

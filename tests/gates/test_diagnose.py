@@ -95,7 +95,7 @@ class _ReadDense(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        stored = torch.empty(0, dtype=dy.dtype).set_(dy.untyped_storage())
+        stored = dy.new_empty(0).set_(dy.untyped_storage())
         start = dy.storage_offset()
         return stored.roll(-start).repeat(dy.numel() // stored.numel() + 1)[: dy.numel()].view(dy.shape)
 

@@ -75,6 +75,7 @@ def test_a_16_bit_accumulator_is_seen(ask, impl, small):
     assert failing(ask(exact, impl(norm), small("exact", (33, 257), "bfloat16"))) == {"dgamma"}
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_rowwise_is_asked_both_sides_of_powers_of_two_within_its_contract(settings, rowwise):
     asked = exact.plan(settings(), rowwise, "interpreter")
     assert {case.dtype for case in asked} == {"float32", "float16"}

@@ -305,6 +305,7 @@ def test_bfloat16_is_skipped_in_the_interpreter_alone(rowwise, impl, device):
     assert {verdict.status for verdict in outside} == {"passed"}
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_plan_is_small_and_within_the_contract(settings, rowwise):
     planned = fit.plan(settings(), rowwise, "interpreter")
     assert {case.dtype for case in planned} == {"float32", "float16"}

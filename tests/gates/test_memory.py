@@ -210,8 +210,8 @@ def test_an_output_that_is_an_input_is_seen(ask, impl, small):
     assert rejected(ask, impl, small, Same.apply) == {"no aliases"}
 
 
-def test_results_that_share_one_buffer_are_seen(ask, impl, small):
-    buffer = torch.empty(4096)
+def test_results_that_share_one_buffer_are_seen(ask, impl, small, device):
+    buffer = torch.empty(4096, device=device)
 
     def norm(x, gamma, eps):
         y = candidates.eager(x, gamma, eps)
@@ -225,7 +225,7 @@ class _Into(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, buffer):
-        out = torch.empty(0).set_(buffer.untyped_storage(), 0, y.shape, y.stride())
+        out = torch.empty(0, device=y.device).set_(buffer.untyped_storage(), 0, y.shape, y.stride())
         return out.copy_(y)
 
     @staticmethod
@@ -260,6 +260,7 @@ def test_a_refusal_is_reported_as_one(ask, impl, small):
     assert [result.status for result in ask(memory, impl(norm), small())] == ["refused"]
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_plan_has_widths_on_both_sides_of_powers_of_two(settings, rowwise):
     asked = memory.plan(settings(), rowwise, "interpreter")
     widths = {case.N for case in asked}

@@ -218,6 +218,7 @@ def test_a_foreign_process_may_run_the_interpreter(impl, device):
     assert of(candidates.native, isolated=True) == "passed"
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_plan_is_small_and_holds_the_inputs_that_expose_rounding_mistakes(settings, rowwise):
     planned = rounding.plan(settings(), rowwise, "interpreter")
     assert {case.dtype for case in planned} == {"float32", "float16"}

@@ -53,6 +53,7 @@ def test_what_the_interpreter_is_spared_runs_no_launch_that_is_not_run_anyway(ga
     assert launches(asked) == launches(everything)
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_the_interpreter_is_asked_enough_of_both_kernels_in_every_scope():
     for name in ("rowwise", "fused"):
         asked = [case for case in planned(declared, name) if case.dtype in ("float32", "float16")]
@@ -66,6 +67,7 @@ def test_the_interpreter_is_asked_enough_of_both_kernels_in_every_scope():
     assert {case.distribution for case in fused if case.dtype == "bfloat16"} == set(cases.DISTRIBUTIONS)
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_nothing_is_spared_that_runs_elsewhere_or_was_named():
     everywhere = planned(declared, "fused", "cpu")
     assert {(case.N, case.dtype) for case in everywhere} >= {(N, d) for N in cases.WIDE_COLS for d in BITS16}
@@ -79,6 +81,7 @@ def test_nothing_is_spared_that_runs_elsewhere_or_was_named():
     assert wide.N == 65537
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_fewer_runs_are_compared_only_where_programs_cannot_race():
     for name, execution, runs in (("fused", "interpreter", thinning.RUNS), ("torch", "cpu", 20)):
         assert {question.repeats for question in planned(determinism, name, execution)} == {runs}
