@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 def _frozen_gamma(wire: Wire) -> str:
     x, gamma = wire.leaves(gamma=False)
-    torch.autograd.backward(wire.call(x, gamma), wire.inputs.dy)
+    torch.autograd.backward(wire.call(x, gamma), wire.dy())
     return first(wire.differs("dx", x.grad, wire.dx), "a frozen gamma got a gradient" if gamma.grad is not None else "")
 
 
 def _frozen_x(wire: Wire) -> str:
     x, gamma = wire.leaves(x=False)
-    torch.autograd.backward(wire.call(x, gamma), wire.inputs.dy)
+    torch.autograd.backward(wire.call(x, gamma), wire.dy())
     return first(
         wire.differs("dgamma", gamma.grad, wire.dgamma), "a frozen x got a gradient" if x.grad is not None else ""
     )
@@ -51,7 +51,7 @@ def _without_grad(wire: Wire) -> str:
 
 def _twice_in_graph(wire: Wire) -> str:
     x, gamma = wire.leaves()
-    torch.autograd.backward(wire.call(x, gamma) + wire.call(x, gamma), wire.inputs.dy)
+    torch.autograd.backward(wire.call(x, gamma) + wire.call(x, gamma), wire.dy())
     return first(
         wire.differs("dx of x used twice", x.grad, 2 * wire.dx),
         wire.differs("dgamma of gamma used twice", gamma.grad, 2 * wire.dgamma),
@@ -61,7 +61,7 @@ def _twice_in_graph(wire: Wire) -> str:
 def _two_steps(wire: Wire) -> str:
     x, gamma = wire.leaves()
     for _ in range(2):
-        torch.autograd.backward(wire.call(x, gamma), wire.inputs.dy)
+        torch.autograd.backward(wire.call(x, gamma), wire.dy())
     return first(
         wire.differs("x.grad after two steps", x.grad, 2 * wire.dx),
         wire.differs("gamma.grad after two steps", gamma.grad, 2 * wire.dgamma),
@@ -70,7 +70,7 @@ def _two_steps(wire: Wire) -> str:
 
 def _two_backwards(wire: Wire) -> str:
     x, gamma = wire.leaves()
-    y, dy = wire.call(x, gamma), wire.inputs.dy.clone()
+    y, dy = wire.call(x, gamma), wire.dy()
     earlier = torch.autograd.grad(y, (x, gamma), dy, retain_graph=True)
     kept = [gradient.clone() for gradient in earlier]
     second = torch.autograd.grad(y, (x, gamma), dy)
@@ -93,7 +93,7 @@ def _changed_after(which: str) -> Callable[[Wire], str]:
         with torch.no_grad():
             own[which].add_(1)
         try:
-            dx, dgamma = torch.autograd.grad(y, (x, gamma), wire.inputs.dy)
+            dx, dgamma = torch.autograd.grad(y, (x, gamma), wire.dy())
         except RuntimeError:
             return ""
         found = first(wire.differs("dx", dx, wire.dx), wire.differs("dgamma", dgamma, wire.dgamma))
@@ -121,7 +121,7 @@ def _hook_keeps_dy(wire: Wire) -> str:
     out = h + wire.call(h, gamma)
     held: list[Tensor] = []
     out.register_hook(held.append)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    torch.autograd.backward(out, wire.inputs.dy.clone())
+    torch.autograd.backward(out, wire.dy())
     if not torch.equal(held[0], wire.inputs.dy):
         return "the dy that a hook kept was changed by the backward"
     assert x.grad is not None
@@ -171,14 +171,14 @@ def _sliced_by_cat(wire: Wire) -> str:
 def _checkpointed(wire: Wire) -> str:
     x, gamma = wire.leaves()
     y: Tensor = checkpoint(wire.call, x, gamma, use_reentrant=False)
-    torch.autograd.backward(y, wire.inputs.dy)
+    torch.autograd.backward(y, wire.dy())
     return first(wire.differs("dx", x.grad, wire.dx), wire.differs("dgamma", gamma.grad, wire.dgamma))
 
 
 def _new_content(wire: Wire) -> str:
     """Put other numbers at the same addresses: a result kept from the call before must not come back."""
     x, gamma = wire.leaves()
-    torch.autograd.backward(wire.call(x, gamma), wire.inputs.dy)
+    torch.autograd.backward(wire.call(x, gamma), wire.dy())
     sign = 1 if wire.impl.rounding == "gemma" else -1  # -gamma is exact in every order of roundings, -(1 + gamma) not
     with torch.no_grad():
         x.copy_(x.flip(0))
@@ -202,7 +202,7 @@ def _counted(wire: Wire) -> str:
 
     before = now()
     x, gamma = wire.leaves()
-    torch.autograd.backward(wire.call(x, gamma), wire.inputs.dy)
+    torch.autograd.backward(wire.call(x, gamma), wire.dy())
     ran = tuple(after - earlier for after, earlier in zip(now(), before, strict=True))
     return (
         "" if ran == (1, 1) else f"{wire.impl.name} ran {ran[0]} times forward and {ran[1]} times backward for one call"
@@ -214,7 +214,7 @@ def _second_derivative(wire: Wire) -> str:
     x, gamma = wire.leaves()
     direction = wire.inputs.dy.flip(0)
     try:
-        (dx,) = torch.autograd.grad(wire.call(x, gamma), x, wire.inputs.dy, create_graph=True)
+        (dx,) = torch.autograd.grad(wire.call(x, gamma), x, wire.dy(), create_graph=True)
         second = torch.autograd.grad(dx, (x, gamma), direction)
     except Exception as raised:
         seen = classified(wire.impl, raised)
@@ -244,7 +244,7 @@ def _side_stream(wire: Wire) -> str:
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         y = wire.call(x, gamma)
-        dx, dgamma = torch.autograd.grad(y, (x, gamma), wire.inputs.dy)
+        dx, dgamma = torch.autograd.grad(y, (x, gamma), wire.dy())
         copies = y.clone(), dx.clone(), dgamma.clone()
     stream.synchronize()
     wants = (wire.y, wire.dx, wire.dgamma)

@@ -33,6 +33,10 @@ class Wire:
         """Call the implementation."""
         return self.impl.call(x, gamma, self.eps)
 
+    def dy(self) -> Tensor:
+        """Return a dy for one backward alone: who writes to it is found where a graph shares one, and not elsewhere."""
+        return self.inputs.dy.clone()
+
     def leaves(self, *, x: bool = True, gamma: bool = True) -> tuple[Tensor, Tensor]:
         """Return fresh leaves for x and gamma."""
         kept = self.inputs.pristine()
