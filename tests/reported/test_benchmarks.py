@@ -11,8 +11,8 @@ from rmsnorm_cli.rundir.run import open_run
 PEAK = 4.8e12  # bytes a second, of an H200's memory; any card slower than that keeps the floors below too
 
 
-def timed(tmp_path, shape, impl, perimeters):
-    """Run bench on one shape and return its cell."""
+def timed(tmp_path, shape, impl, perimeters, **more):
+    """Run bench on one shape, with further keys of its table, and return its cell."""
     device = environment.choose_device("cuda", tmp_path)
     options = {
         "run.impl": impl,
@@ -20,6 +20,7 @@ def timed(tmp_path, shape, impl, perimeters):
         "bench.shapes": [shape],
         "bench.dtypes": ["bfloat16"],
         "bench.perimeters": perimeters,
+        **{f"bench.{key}": value for key, value in more.items()},
     }
     settings = config.load("bench", options=options)
     with open_run(settings, ["rmsnorm", "bench"], device, environment.snapshot(device)) as run:
@@ -50,7 +51,8 @@ def test_no_time_of_a_large_shape_is_under_the_floor_of_the_memory(tmp_path):
 @pytest.mark.gpu
 def test_a_small_shape_is_timed_cold_by_default_and_told_apart_from_warm(tmp_path):
     """4.2 MB lie in any L2: cold is not under 0.87 microseconds, warm is not slower than cold, both are named."""
-    cell = timed(tmp_path, [1024, 1024], ["fused", "torch"], ["forward"])
+    assert config.load("bench").table.caches == ("cold",)
+    cell = timed(tmp_path, [1024, 1024], ["fused", "torch"], ["forward"], caches=["cold", "warm"])
     medians = {
         (table["cache"], row["impl"]): row["median"]
         for table in cell["tables"]
