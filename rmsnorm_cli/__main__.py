@@ -18,12 +18,16 @@ def note(number: int, frame: object) -> None:
 
 def main() -> None:
     """Take SIGINT and SIGTERM, unless the parent made us ignore them; then import and run the command line."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, note)
-    from rmsnorm_cli import cli
+    taken = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    for number in taken:
+        signal.signal(number, note)
+    try:
+        from rmsnorm_cli import cli
 
-    cli.main(early=early)
+        cli.main(early=early)
+    finally:
+        for number in taken:  # the exit code stands; while Python takes itself down a signal would replace it
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

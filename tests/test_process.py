@@ -121,6 +121,25 @@ def test_a_second_signal_during_the_imports_ends_the_process_at_once():
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
 
 
+LATE = """
+import atexit, os, signal, sys
+atexit.register(lambda: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
+class Last:
+    def __del__(self):  # when the interpreter is almost gone
+        os.kill(os.getpid(), signal.SIGINT)
+sys.last = Last()
+from rmsnorm_cli import __main__
+__main__.main()
+"""
+
+
+@pytest.mark.case("B77")
+def test_a_signal_after_the_last_word_changes_no_exit_code():
+    """Python gives signals back their default while it takes itself down, which is to be killed by them."""
+    done = subprocess.run([sys.executable, "-c", LATE, "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_signals_that_a_parent_ignores_stay_ignored_from_the_first_moment():
     """As under nohup, or in the background of a shell: the command runs to its end."""
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);" + EARLY

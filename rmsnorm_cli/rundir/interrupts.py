@@ -1,7 +1,13 @@
-"""SIGINT and SIGTERM as exceptions, and stretches of code that one of them must not cut in two."""
+"""SIGINT and SIGTERM as exceptions, and stretches of code that one of them must not cut in two.
 
+Signals that come within a moment of one that is being answered are one request with it: a terminal, a shell and a
+launcher may each send the same wish, and the second must not cut off the answer to the first.
+"""
+
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,6 +15,14 @@ from typing import Any
 from rmsnorm_cli.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MOMENT = 0.2  # seconds; a person's second Ctrl-C comes later
+
+
+class _Answered:
+    """When this process last answered a signal, and how many blocks answer them now."""
+
+    latest = -math.inf
+    depth = 0
 
 
 @contextmanager
@@ -20,15 +34,26 @@ def handled(handler: Callable[[int, Any], Any], signals: tuple[signal.Signals, .
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def answer(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if now - _Answered.latest >= MOMENT:
+            _Answered.latest = now
+            handler(number, frame)
+
     before = {number: signal.getsignal(number) for number in signals}
     changed = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    _Answered.depth += 1
     for number in changed:
-        signal.signal(number, handler)
+        signal.signal(number, answer)
     try:
         yield
     finally:
         for number in changed:
             signal.signal(number, before[number])
+        _Answered.depth -= 1
+        if _Answered.depth == 0:
+            _Answered.latest = -math.inf
 
 
 def ignored() -> AbstractContextManager[None]:

@@ -111,20 +111,21 @@ def open_run(
     with atomic.elsewhere():
         directory = make_directory(runs_dir, settings.command, settings.run.name)
     run = Run(directory, settings)
-    lock = liveness.hold(directory)
+    begun = False
     try:
-        with atomic.elsewhere():
-            begin(run, argv, device, environment, sessions=[])
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)  # nothing has run yet: no half directory stays
-        liveness.release(lock)
-        raise
-    with completed(run, lock):
-        try:
-            point_latest(runs_dir, directory.name, settings.command)
-        except (OSError, EnvironmentProblem) as error:  # a disk without links, say: the run itself can do without
-            run.log(f"the latest links were left as they are: {error}")
-        yield run
+        with completed(run, liveness.hold(directory)):
+            with interrupts.deferred(), atomic.elsewhere():
+                begin(run, argv, device, environment, sessions=[])
+                begun = True
+            try:
+                point_latest(runs_dir, directory.name, settings.command)
+            except (OSError, EnvironmentProblem) as error:  # a disk without links, say: the run itself can do without
+                run.log(f"the latest links were left as they are: {error}")
+            yield run
+    finally:
+        if not begun:  # nothing has run yet: no half directory stays
+            with interrupts.ignored():
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -619,6 +619,7 @@ def test_a_second_signal_does_not_wait():
         with interrupts.deferred() as waiting:
             os.kill(os.getpid(), signal.SIGINT)
             reached.append(list(waiting))
+            time.sleep(1.1 * interrupts.MOMENT)
             os.kill(os.getpid(), signal.SIGTERM)
             reached.append([])
 
@@ -630,14 +631,19 @@ def test_a_second_signal_does_not_wait():
 @pytest.mark.case("B77")
 @pytest.mark.parametrize("burst", [(signal.SIGTERM, signal.SIGINT), (signal.SIGTERM, signal.SIGINT, signal.SIGINT)])
 @pytest.mark.parametrize("outcome", [None, PASSED])
-def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monkeypatch, burst, outcome):
-    """The first signal is the one that counts, wherever the others meet the last writes; no run is left `running`."""
+@pytest.mark.parametrize("moment", [0.0, 1.1 * interrupts.MOMENT])
+def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monkeypatch, burst, outcome, moment):
+    """The first signal is the one that counts, wherever the others meet the last writes; no run is left `running`.
+
+    Sent at once they are one request, with a moment between them each cuts off the answer to the one before.
+    """
     left = list(burst)
     real = run.checksums
 
     def disturbed(directory: Path) -> str:
         while left:
             os.kill(os.getpid(), left.pop(0))
+            time.sleep(moment)
         return real(directory)
 
     def work(made: Run) -> None:

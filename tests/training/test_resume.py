@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from rmsnorm_cli import checkpoint, network
 from rmsnorm_cli.checkpoint import CheckpointError
 from rmsnorm_cli.errors import EnvironmentProblem, Interrupted
+from rmsnorm_cli.rundir import interrupts
 from rmsnorm_cli.training import loop
 
 STOPS = [  # phase and the step that did not happen: before the first save, between saves, at a border, in each kind
@@ -219,6 +221,7 @@ def test_a_signal_lets_the_step_end_saves_and_says_which(trainer, left, as_whole
 def test_a_second_signal_stops_at_once_and_the_newest_checkpoint_stands(trainer, left):
     def twice(training):
         signal.raise_signal(signal.SIGINT)
+        time.sleep(1.1 * interrupts.MOMENT)  # sooner it is one request with the first
         signal.raise_signal(signal.SIGTERM)
 
     with trainer.at("adam/reference", 7, twice), pytest.raises(Interrupted, match="second signal") as stopped:
@@ -232,6 +235,7 @@ def test_the_second_signal_within_moments_is_torchruns_echo_of_the_first(trainer
 
     def twice(training):
         signal.raise_signal(signal.SIGINT)
+        time.sleep(1.1 * interrupts.MOMENT)
         signal.raise_signal(signal.SIGINT)
 
     with trainer.at("adam/reference", 7, twice), pytest.raises(Interrupted, match="after step 7 of adam/reference"):
