@@ -119,6 +119,6 @@ def _facts(info: RunInfo) -> Mapping[str, str]:
 def _environment(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads((directory / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

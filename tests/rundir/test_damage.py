@@ -173,11 +173,38 @@ def test_runs_that_nothing_happened_to_are_taken(command, originals, tmp_path):
     assert ask([*words, "--runs-dir", str(tmp_path / "runs")], tmp_path) in (0, 1 if command == "resume" else 0)
 
 
+@pytest.mark.parametrize("which", ["train", "bench"])
+def test_no_value_of_a_summary_that_another_took_the_place_of_is_a_fault_of_ours(which, originals, tmp_path, capsys):
+    """Each part in turn is a number where more was: a page without it, or a refusal that names the run and audit."""
+    codes = set()
+    command = {"train": "report", "bench": "compare"}[which]
+    summary = json.loads((originals[which] / "run.json").read_text())["summary"]
+    some = [path for path in places(summary) if which == "bench" or len(path) == 1]  # a page takes half a second
+    for number, path in enumerate(some[:8]):
+        directory = shutil.copytree(originals[which], tmp_path / str(number) / originals[which].name)
+        facts = json.loads((directory / "run.json").read_text())
+        target = facts["summary"]
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = 3
+        (directory / "run.json").write_text(json.dumps(facts))
+        words = [word.format(run=directory.name) for word in COMMANDS[command]]
+        code = ask([*words, "--runs-dir", str(directory.parent)], tmp_path)
+        said = capsys.readouterr().err
+        assert code in (0, 2), (path, said)
+        codes.add(code)
+        if code:
+            assert "rmsnorm audit says which were altered" in said or "bench.compare" in said
+    assert codes == {0, 2}
+
+
 @pytest.mark.case("B74", "B76", "B80")
 @given(command=st.sampled_from(list(COMMANDS)), file=st.sampled_from(FILES), what=damages)
 @example(command="report", file="run.json", what=("value", 30, 3))
 @example(command="resume", file="checkpoint", what=("replace", BOMB))
 @example(command="audit", file="run.json", what=("cut", 0.5))
+@example(command="report", file="env.json", what=("replace", b"[" * 9000))
+@example(command="resume", file="config.toml", what=("replace", b""))
 @settings(max_examples=SHARE)
 def test_a_damaged_file_is_told_and_costs_nothing_else(command, file, what, originals, tmp_path_factory, capsys):
     """Exit 0, 1, 2 or 4 in sentences; audit, clean's list and every refusal leave each byte as it was."""
