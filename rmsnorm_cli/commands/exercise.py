@@ -103,6 +103,7 @@ def describe(fault: faults.Fault) -> dict[str, object]:
         "changes": [{"before": change.before, "after": change.after} for change in fault.changes],
         "seen": list(fault.seen),
         "exposing": fault.exposing.id,
+        "exposing_on_gpu": fault.on("cuda").exposing.id,
         "hiding": fault.hiding.id if fault.hiding else None,
         "expected": list(fault.expected),
         "equivalent": fault.equivalent or None,

@@ -92,7 +92,8 @@ def examine(name: str, directory: Path, settings: "Settings", device: "Device") 
 
     naive: Literal["passes", "caught"] = "passes" if judge(fresh(), NAIVE, device.torch_device).ok else "caught"
     row = Row(name, naive)
-    for gate in gates.GATES:
+    first = fault.expected if fault is not None and fault.crashes else ()  # behind a crash nothing is asked any more
+    for gate in sorted(gates.GATES, key=lambda gate: gate.NAME not in first):
         objection, row.asked[gate.NAME] = first_objection(gate, fresh(), fault, settings, device)
         if objection is not None:
             row.caught[gate.NAME] = objection
@@ -126,7 +127,7 @@ def questions(
     from rmsnorm_cli.config import Verify
 
     as_verify = dataclasses.replace(settings, command="verify", table=Verify())
-    exposing = None if fault is None else fault.exposing
+    exposing = None if fault is None else fault.on(device.execution).exposing
     if isinstance(exposing, Case):
         exposing = dataclasses.replace(exposing, seed=settings.seed)
     planned = gate.plan(as_verify, impl, device.execution)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Show one mistake; it fails if no gate catches it, or if it does not do what algebra predicts."""
-    fault = faults.find(settings.exercise.fault)
+    fault = faults.find(settings.exercise.fault).on(device.execution)
     for line in heading(fault):
         console.note(line)
     if reason := fault.elsewhere(device.execution):

@@ -4,7 +4,7 @@ Gates are named here by the names they carry; this module imports no torch, so t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from rmsnorm_cli.errors import RmsnormError
@@ -57,7 +57,8 @@ class Fault:
     """One mistake, as a change of a kernel's own source.
 
     `exposing` is an input whose result shows it, `hiding` one whose result does not (None where every input shows it);
-    they are equal where it is not the input that matters but how often, or in which graph, it is called. `predicted`
+    they are equal where it is not the input that matters but how often, or in which graph, it is called. `on_gpu` is
+    the exposing input where many programs run at once, if that takes another (`on` puts it in place). `predicted`
     gives, in float64, the wrong y (M, N), dx (M, N) and dgamma (N,) that the mistake must produce; what it leaves out
     stays right. `expected` are the gates that must catch it. `equivalent` argues why a change is no mistake;
     `cuda_only` why the interpreter cannot show it, `interpreter_only` why a GPU is not asked for it. One that `crashes`
@@ -78,6 +79,7 @@ class Fault:
     cuda_only: str = ""
     interpreter_only: str = ""
     crashes: bool = False
+    on_gpu: "Case | None" = None
 
     @property
     def kernel(self) -> Kernel:
@@ -93,10 +95,15 @@ class Fault:
         """Return why this execution ("cuda", "interpreter") says nothing about the mistake; "" where it does."""
         return self.interpreter_only if execution == "cuda" else self.cuda_only
 
+    def on(self, execution: str) -> "Fault":
+        """Return the mistake with the input that exposes it in this execution."""
+        return self if execution != "cuda" or self.on_gpu is None else replace(self, exposing=self.on_gpu, on_gpu=None)
+
     @property
     def shown_by(self) -> str:
         """Return the name of the exposing input, or that it is not the input that matters."""
-        return "how it is called, not an input" if self.exposing == self.hiding else self.exposing.id
+        there = "" if self.on_gpu is None else f"; on a GPU {self.on_gpu.id}"
+        return "how it is called, not an input" if self.exposing == self.hiding else self.exposing.id + there
 
     @property
     def hidden_by(self) -> str:

@@ -7,6 +7,8 @@ from rmsnorm_cli.inputs.cases import Case
 WALKED = rows(M=1025, N=9)  # nine tiles of 128 rows, the last of one row
 TWO_TILES = rows()  # 258 columns are a tile of 256 and one of 2
 REREAD = Case((5, 16384), distribution="tiny")
+MANY_STEPS = Case((65537, 33), distribution="tiny")  # 2049 tiles of rows, several for each program
+REREAD_OFTEN = Case((265, 16384))  # one program on an SM, and fewer SMs than rows
 MANY_CHUNKS = Case((3, 65537))  # one column more than whole chunks hold
 
 FAULTS = (
@@ -41,6 +43,7 @@ FAULTS = (
         "last of them in its second. Batches that fit in one step of the walk hide it.",
         changes=(Change("sum_b = tl.fma(db, xb, sum_b)", "sum_b = db * xb"),),
         exposing=WALKED,
+        on_gpu=MANY_STEPS,
         hiding=rows(),
         expected=(DECLARED,),
     ),
@@ -160,8 +163,8 @@ FAULTS = (
         "are no more rows than programs the two numbers are the same.",
         changes=(Change("rstd = tl.load(rstd_ptr + row)", "rstd = tl.load(rstd_ptr + pid)"),),
         exposing=REREAD,
+        on_gpu=REREAD_OFTEN,
         hiding=rows(),
         expected=(DECLARED,),
-        interpreter_only="a GPU has more programs than this input has rows; verify asks it 265 rows, too many for here",
     ),
 )

@@ -216,8 +216,8 @@ def test_a_mistake_that_needs_a_gpu_is_refused_without_one(tmp_path):
 
 def test_a_mistake_that_a_gpu_is_not_asked_for_is_refused_there(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.DEVICE", environment.Device("cuda", "cuda", "cuda:0", "a GPU"))
-    with pytest.raises(EnvironmentProblem, match="rstd-of-program needs the interpreter: a GPU has more programs"):
-        perform(tmp_path, fault="rstd-of-program")
+    with pytest.raises(EnvironmentProblem, match="last-chunk-not-written needs the interpreter: a GPU takes this"):
+        perform(tmp_path, fault="last-chunk-not-written")
 
 
 # --- all mistakes -----------------------------------------------------------------------------------------------------
@@ -310,6 +310,17 @@ def test_gates_are_not_asked_any_more_once_a_mistake_has_cost_the_gpu(tmp_path, 
     apply.write(faults.find("gamma-ignored"), tmp_path)
     row = matrix.examine("gamma-ignored", tmp_path, settings(tmp_path), DEVICE)
     assert (list(row.asked), list(row.caught)) == (["contract", "memory"], ["memory"])
+
+
+def test_a_mistake_that_can_cost_the_gpu_is_first_put_to_the_gate_that_must_catch_it(tmp_path, monkeypatch):
+    """Behind a crash nobody is asked any more, so it must not be another gate that meets it first."""
+    monkeypatch.setattr(matrix, "first_objection", lambda *rest: (None, 1))
+    fault = next(f for f in faults.CATALOGUE if f.crashes)
+    apply.write(fault, tmp_path)
+    row = matrix.examine(fault.name, tmp_path, settings(tmp_path), DEVICE)
+    first, *others = row.asked
+    assert (first,) == fault.expected
+    assert others == [gate.NAME for gate in gates.GATES if gate.NAME not in fault.expected]
 
 
 def test_mistakes_that_can_cost_the_gpu_have_processes_of_their_own_there(tmp_path, monkeypatch):

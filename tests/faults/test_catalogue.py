@@ -15,6 +15,7 @@ from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.faults import CATALOGUE, Change, FaultNotApplicable, apply
 from rmsnorm_cli.faults.fault import BUDGET, DECLARED, FIT, KERNELS, MEMORY, STAGES
 from rmsnorm_cli.kernels import implementation
+from rmsnorm_cli.kernels.tables import backward_table
 
 MISTAKES = [fault for fault in CATALOGUE if not fault.equivalent]
 EQUIVALENT = [fault for fault in CATALOGUE if fault.equivalent]
@@ -119,12 +120,14 @@ def test_inputs_that_show_a_mistake_to_the_memory_gate_alone_are_among_its_own()
 
 
 def test_inputs_that_show_a_mistake_on_a_gpu_are_asked_there(monkeypatch):
-    """Wide rows that go round a ring of words, vectors off their alignment, offsets past 2^31."""
+    """Rows enough for many programs, wide rows that go round a ring, vectors off alignment, offsets past 2^31."""
     monkeypatch.setattr(gates.declared, "_rows_by_processors", lambda: (131, 132, 133))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (gates.declared.FAR_BYTES + 1, 2**40))
     asked = gates.declared.plan(verify_settings(), implementation("fused"), "cuda")
-    shown = [f for f in MISTAKES if f.kernel == "fused" and f.cuda_only]
-    assert len(shown) >= 7
+    shown = [f.on("cuda") for f in MISTAKES if f.kernel == "fused" and (f.cuda_only or f.on_gpu)]
+    assert len(shown) >= 7 + 2
+    assert {f.name for f in shown if f.exposing.M > 256} == {"second-tile-not-accumulated", "rstd-of-program"}
+    assert all(f.on("interpreter") is f for f in MISTAKES)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 2**40))
     assert not [
         case
@@ -132,6 +135,26 @@ def test_inputs_that_show_a_mistake_on_a_gpu_are_asked_there(monkeypatch):
         if case.layout == "far_rows"
     ]
     assert not [(f.name, f.exposing.id) for f in shown if f.exposing not in asked]
+
+
+@pytest.mark.parametrize(
+    ("name", "per_sm"), [("second-tile-not-accumulated", 3), ("rstd-of-program", 1)], ids=lambda value: str(value)
+)
+def test_rows_that_show_a_mistake_on_a_gpu_are_more_than_one_step_of_its_programs(name, per_sm):
+    """Of 160 SMs, more than any card has today: a program walks a second step, by the table that is in force."""
+    case = faults.find(name).on("cuda").exposing
+    launch = backward_table(case.N, 4, ring=True)
+    assert launch.per_sm == per_sm
+    assert -(-case.M // launch.rows) > 160 * per_sm
+    assert (launch.path, launch.B > 0) == (("walk", True) if per_sm == 3 else ("reload", False))
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_row_that_is_alone_is_asked_for_where_the_batch_chooses_the_path():
+    fault = faults.find("path-by-batch")
+    for execution in ("interpreter", "cuda"):
+        asked = gates.determinism.plan(verify_settings(), implementation("fused"), execution)
+        assert fault.on(execution).exposing in [question.case for question in asked]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():

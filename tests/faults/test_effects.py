@@ -18,7 +18,7 @@ from rmsnorm_cli.kernels import implementation
 
 DEVICE = environment.Device("auto", "cuda", "cuda:0", "GPU") if torch.cuda.is_available() else None
 HERE = DEVICE or environment.Device("auto", "interpreter", "cpu", "CPU, Triton interpreter")
-RUN_HERE = [fault for fault in CATALOGUE if not fault.elsewhere(HERE.execution) and not fault.crashes]
+RUN_HERE = [f.on(HERE.execution) for f in CATALOGUE if not f.elsewhere(HERE.execution) and not f.crashes]
 MISTAKES = [fault for fault in RUN_HERE if not fault.equivalent]
 EQUIVALENT = [fault for fault in RUN_HERE if fault.equivalent]
 GATES = {gate.NAME: gate for gate in gates.GATES}

@@ -69,6 +69,19 @@ def test_a_row_whose_bits_depend_on_its_batch_is_seen(ask, impl, question, norm)
     assert words(ask(determinism, impl(norm, ours=True), question)) == ["passed", "failed"]
 
 
+def test_a_gpu_computes_more_rows_alone_since_a_last_bit_shows_in_some_rows_only(impl, question, device):
+    """Sum a single row in another order only if it is the sixth, as a row whose last bit happens to differ."""
+    sixth = cases.tensors(question.case, device).x[5]
+
+    def norm(x, gamma, eps):
+        if len(x) == 1 and torch.equal(x[0], sixth):
+            return replace(RIGHT, y=lambda x, r, gamma: x * r * gamma * (1 + 2**-23)).norm()(x, gamma, eps)
+        return RIGHT.norm()(x, gamma, eps)
+
+    for execution, status in (("interpreter", "passed"), ("cuda", "failed")):
+        assert words(determinism.check(impl(norm, ours=True), question, execution, device, {})) == ["passed", status]
+
+
 def test_a_result_left_over_from_the_call_before_is_seen(ask, impl, question):
     total = [0.0]
 
