@@ -21,6 +21,8 @@ import hypothesis
 import pytest
 import torch
 
+from rmsnorm_cli import environment
+
 # Triton reads this when a kernel is decorated, so it stands before the first import of rmsnorm_cli.kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -28,6 +30,7 @@ if not torch.cuda.is_available():
 # Processes that tests start find this package wherever they start, and what else this process finds.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.getenv("PYTHONPATH")])])
 
+NO_INTERPRETER = environment.interpreter_problem(*map(environment.version_of, ("triton", "numpy")))
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "immunity.md"
@@ -62,6 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("gpu2", 2)):
             if item.get_closest_marker(marker) is not None and needed > GPUS:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), this machine has {GPUS}"))
+        if item.get_closest_marker("interpreter") is not None and NO_INTERPRETER is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs Triton's interpreter: {NO_INTERPRETER}"))
+
+
+@pytest.fixture(scope="session")
+def interpreter_runs() -> bool:
+    """Return whether the versions on this machine can run Triton's interpreter, by the tool's own check."""
+    return NO_INTERPRETER is None
 
 
 @pytest.fixture(scope="session")

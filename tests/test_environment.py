@@ -43,7 +43,7 @@ def same_environment_after() -> Iterator[None]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that CUDA sees `count` devices, or that it fails in a given way."""
+    """Pretend that CUDA sees `count` devices, or fails in a given way, and that the interpreter would run."""
 
     def pretend(count: int, warning: str = "", broken: Exception | None = None, one: float = 1.0) -> None:
         def available() -> bool:
@@ -67,6 +67,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/nowhere/kernels")
     monkeypatch.setattr(environment, "triton_mode", lambda: None)
+    monkeypatch.setattr(environment, "interpreter_problem", lambda triton, numpy: None)
     return pretend
 
 
@@ -184,6 +185,7 @@ def test_the_refusal_of_a_pair_of_versions_reaches_the_user(monkeypatch):
         choose_device("interpreter")
 
 
+@pytest.mark.interpreter
 def test_the_interpreter_is_chosen_before_triton_decorates_anything():
     """After choosing, a kernel and Triton's own tl.sum are both interpreted: a later choice would come too late."""
     code = (
@@ -211,8 +213,9 @@ def test_a_process_that_imported_triton_in_the_other_mode_is_refused(imported_wi
     assert said in fresh(code, TRITON_INTERPRET=imported_with)
 
 
-def test_compiled_kernels_go_to_the_runs_folder_unless_the_user_says_where(tmp_path, monkeypatch):
+def test_compiled_kernels_go_to_the_runs_folder_unless_the_user_says_where(gpus, tmp_path, monkeypatch):
     """TRITON_CACHE_DIR is runs/.cache/triton as an absolute path; a value of the user's stays."""
+    gpus(0)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     choose_device("interpreter", "here")

@@ -1,7 +1,7 @@
 """What a user sees where kernels cannot be compiled, or kept once compiled: a sentence and exit 4, or a success.
 
-Never a verdict about the kernel, never a traceback, and a run directory that says what happened. In the interpreter the
-launch is made to meet what a compilation meets; on a GPU the disk is full, the folder read-only, the compiler missing.
+Never a verdict about the kernel, never a traceback, and a run directory that says what happened. Anywhere the launch is
+made to meet what a compilation meets; on a GPU the disk is full, the folder read-only, the compiler missing.
 """
 
 import errno
@@ -54,7 +54,7 @@ def test_it_is_the_machine_and_not_the_kernel(command, problem, tmp_path, monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", CACHE)
     monkeypatch.setattr(Program, "launch", meet)
     with pytest.raises(SystemExit) as end:
-        cli.main([*COMMANDS[command], "--impl", "fused", "--device", "interpreter", "--runs-dir", str(tmp_path)])
+        cli.main([*COMMANDS[command], "--impl", "fused", "--runs-dir", str(tmp_path)])
     said = capsys.readouterr().err
     assert end.value.code == 4
     assert "Traceback" not in said

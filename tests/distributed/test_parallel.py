@@ -19,6 +19,8 @@ from against64 import FLOOR, TENSOR_FACTOR, error
 from decoder import NORMS, loss_of
 from parallel import LR, SCENARIOS, STEPS, Kept, frozen, kept_of, network_of, part, trained
 
+from rmsnorm_cli.kernels.contract import INTERPRETED
+
 RANKED = Path(__file__).with_name("parallel.py")
 
 
@@ -35,6 +37,8 @@ def together(kind: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
+    if not INTERPRETED:
+        pytest.skip("compares on the CPU, in Triton's interpreter, and this process compiles kernels for its GPU")
     return together("cpu", tmp_path_factory.mktemp("gloo"))
 
 

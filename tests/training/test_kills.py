@@ -63,6 +63,7 @@ def kill_at_a_random_moment(started, folder, dice):
 
 
 @pytest.mark.case("B74", "B73")
+@pytest.mark.interpreter
 def test_runs_killed_at_random_moments_end_with_the_bits_of_one_that_was_not(trainer, left, differing, tmp_path):
     """Each kill leaves a newest checkpoint that loads; the final state equals an uninterrupted run's."""
     options = {
