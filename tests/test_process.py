@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rmsnorm_cli import cli, session
+from rmsnorm_cli.rundir import interrupts
 
 QUESTIONS = {  # what a command line asks for -> whether it prints a JSON document
     "exercise --list": False,
@@ -158,11 +159,13 @@ def test_the_start_imports_nothing_but_what_takes_the_signals():
 
 @pytest.mark.case("B77")
 @pytest.mark.parametrize("again", ["never", "while the first is answered", "while its sentence is printed"])
-def test_of_several_signals_the_first_one_is_the_exit_code(again, monkeypatch):
+@pytest.mark.parametrize("later", [0.0, 1.1 * interrupts.MOMENT], ids=["at once", "a moment later"])
+def test_of_several_signals_the_first_one_is_the_exit_code(later, again, monkeypatch):
     real = session._failed
 
     def printed(*given):
         if again == "while its sentence is printed":
+            time.sleep(later)
             os.kill(os.getpid(), signal.SIGINT)
         return real(*given)
 
@@ -171,6 +174,7 @@ def test_of_several_signals_the_first_one_is_the_exit_code(again, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             if again == "while the first is answered":
+                time.sleep(later)
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(session, "_failed", printed)

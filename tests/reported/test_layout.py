@@ -6,7 +6,7 @@ import torch
 from rmsnorm_cli.gates import memory
 from rmsnorm_cli.inputs import cases
 from rmsnorm_cli.judging.tolerances import DECLARED
-from rmsnorm_cli.kernels import ContractError, counters, implementation, reference, reset_counters, rms_norm
+from rmsnorm_cli.kernels import ContractError, counters, fused, implementation, reference, reset_counters, rms_norm
 
 
 def ramp(*shape, device="cpu", dtype=torch.float32):
@@ -177,6 +177,23 @@ def test_a_misaligned_start_gives_the_bits_of_an_aligned_copy(offset, of, dtype,
     unit = torch.finfo(dtype).eps
     for left, right in zip(got, aligned, strict=True):
         torch.testing.assert_close(left, right, atol=unit if impl == "fused" else 0, rtol=unit)
+
+
+@pytest.mark.case("B07")
+def test_what_was_planned_for_an_aligned_start_is_not_done_at_a_misaligned_one(device, gradients):
+    """Same shape, strides and dtype, called before and after: wide loads belong to the one start alone."""
+    buffer = ramp(3 * 64 + 9, device=device, dtype=torch.float16)
+    gamma, dy = ramp(64, device=device, dtype=torch.float16), ramp(3, 64, device=device, dtype=torch.float16)
+    fused._forward_plans.clear()
+    fused._backward_plans.clear()
+    for offset in (0, 1, 0, 8, 3):
+        before = len(fused._forward_plans), len(fused._backward_plans)
+        x = buffer[offset:][: 3 * 64].view(3, 64)
+        y, dx, _ = gradients(x, gamma, dy, "fused")
+        torch.testing.assert_close(y.double(), reference.forward(x.double(), gamma.double(), 1e-6), atol=0, rtol=2e-3)
+        assert dx.isfinite().all()
+        if offset in (1, 3):
+            assert (len(fused._forward_plans), len(fused._backward_plans)) == (before[0] + 1, before[1] + 1)
 
 
 @pytest.mark.case("B07")
