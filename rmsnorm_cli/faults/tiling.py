@@ -7,7 +7,7 @@ from rmsnorm_cli.inputs.cases import Case
 WALKED = rows(M=1025, N=9)  # nine tiles of 128 rows, the last of one row
 TWO_TILES = rows()  # 258 columns are a tile of 256 and one of 2
 REREAD = Case((5, 16384), distribution="tiny")
-MANY_STEPS = Case((65537, 33), distribution="tiny")  # 2049 tiles of rows, several for each program
+MANY_STEPS = Case((1057, 1536))  # 529 tiles of rows, two or more for each program
 REREAD_OFTEN = Case((265, 16384))  # one program on an SM, and fewer SMs than rows
 MANY_CHUNKS = Case((3, 65537))  # one column more than whole chunks hold
 

@@ -28,6 +28,7 @@ WIDE_ROWS = 5  # rows of the widths that only GPUs are fast at: the interpreter'
 MORE_ROWS = (129, 1025)  # one more than a tile or a grid of programs is likely to hold
 CHUNKED = (9, 16385)  # rows in chunks, and more of them than one step takes
 MORE_ROWS_COLS = (2, 3, 9)  # 9: one column more than a tile
+WALKED = ((1057, 1536), (265, 6144))  # rows in two tiles of columns, and so many that a program walks two steps or more
 SHARED = ((265, 16384), (97, 131072), (97, 131073))  # wide rows, more than programs, or groups of them, are resident
 MANY_ROWS = 65537  # past the largest y-size of a launch grid
 FAR_BYTES = 10 * 2**30  # free memory for rows 2^31 elements apart: they take 8 GiB
@@ -56,7 +57,9 @@ def plan(settings: "Settings", impl: "Implementation", execution: Execution) -> 
         if execution == "cuda":
             added += cases.grid(_rows_by_processors(), (257, 1024), verify.dtypes, distributions, eps, seed)
             added += cases.grid((MANY_ROWS,), MANY_ROWS_COLS, verify.dtypes, distributions, eps, seed)
-            added += [cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in SHARED]
+            added += [
+                cases.case(shape, dtype, "spread", eps, seed) for dtype in verify.dtypes for shape in WALKED + SHARED
+            ]
             if impl.ours:  # a wrapped address can end the GPU's context, and with it the verdicts on all others
                 added += _past_32_bits(eps, seed)
     if "spread" in verify.distributions and (verify.default_grid or not verify.default_layouts):
