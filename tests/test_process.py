@@ -141,6 +141,23 @@ def test_a_signal_after_the_last_word_changes_no_exit_code():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SLOW_END = """
+import atexit, threading, time
+atexit.register(time.sleep, 100)
+threading.Thread(target=time.sleep, args=(100,)).start()
+"""
+
+
+@pytest.mark.case("B77")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_whoever_asks_to_stop_does_not_wait_for_what_others_do_when_python_ends(number, code):
+    """As torch.compile, which waits for its compilers; the document arrives whole all the same."""
+    words = [json.dumps([number]), "verify", "--json"]
+    done = subprocess.run([sys.executable, "-c", SLOW_END + EARLY, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "error: interrupted\n")
+    assert json.loads(done.stdout)["exit_code"] == code
+
+
 def test_signals_that_a_parent_ignores_stay_ignored_from_the_first_moment():
     """As under nohup, or in the background of a shell: the command runs to its end."""
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);" + EARLY

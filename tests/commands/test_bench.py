@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -260,6 +261,24 @@ def test_a_crash_is_a_row_and_not_the_end(benched, foreign):
     assert "exited with code 7" in row(outcome, name)["detail"]
     assert row(outcome, "torch")["status"] == "passed"
     assert outcome.exit_code == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_first_calls_ends_the_run_and_is_no_row(benched, foreign, number):
+    """As a compiler may, the implementation catches every Exception and would go on."""
+    name = foreign(
+        f"""
+        import signal
+        def norm(x, gamma, eps):
+            try:
+                signal.raise_signal({int(number)})
+            except Exception:
+                pass
+            return right(x, gamma, eps)
+        """
+    )
+    with pytest.raises(KeyboardInterrupt):
+        benched([name, "torch"])
 
 
 def test_a_hang_is_a_row_and_not_the_end(foreign, tmp_path, monkeypatch):
