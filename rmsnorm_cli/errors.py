@@ -64,6 +64,8 @@ def of_the_machine(problem: BaseException) -> bool:
         return problem.errno is not None
     if isinstance(problem, ImportError):  # Triton loads what the C compiler made, and it was gone
         return "shared object file" in str(problem)
+    if _half_deleted(problem):
+        return True
     # The compiler that Triton calls failed, or it found none.
     return type(problem).__name__ == "CalledProcessError" or "Failed to find C compiler" in str(problem)
 
@@ -72,6 +74,8 @@ def sentence(problem: BaseException) -> str:
     """Return what an exception says, as one sentence for a user."""
     if isinstance(problem, OSError) and problem.errno is not None:
         return _about_files(problem)
+    if _half_deleted(problem):
+        return f"a compiled kernel lost its binary while it was read{_cache_remedy()}"
     if of_the_machine(problem):
         return f"kernels cannot be compiled here: {' '.join(str(problem).split())}; see: rmsnorm doctor"
     if hasattr(problem, "format_message"):  # click's
@@ -84,11 +88,20 @@ def sentence(problem: BaseException) -> str:
 def _about_files(problem: OSError) -> str:
     """Say which file; what the tool writes itself is explained where it is written, so most are a compiler's."""
     said = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem.strerror)
+    elsewhere = problem.filename and not str(problem.filename).startswith(os.environ.get("TRITON_CACHE_DIR", ""))
+    return said if elsewhere else said + _cache_remedy()
+
+
+def _half_deleted(problem: BaseException) -> bool:
+    """Say whether Triton found a kernel's description in its cache and not the binary beside it."""
+    return isinstance(problem, KeyError) and "Unknown key: 'cubin'" in str(problem)
+
+
+def _cache_remedy() -> str:
+    """Return where compiled kernels are kept and what to do there, or nothing where no folder was chosen."""
     cache = os.environ.get("TRITON_CACHE_DIR", "")
-    if not cache or (problem.filename and not str(problem.filename).startswith(cache)):
-        return said
     remedy = "free space there, or set TRITON_CACHE_DIR to a folder that can be written"
-    return f"{said}; compiled kernels are kept in {cache}: {remedy}"
+    return f"; compiled kernels are kept in {cache}: {remedy}" if cache else ""
 
 
 class Interrupted(KeyboardInterrupt):
