@@ -56,23 +56,34 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     clock, active = _clock(device)
     lab = _lab(settings, run, device, clock)
     total = sum(len(table.perimeters) * len(lab.kinds(cell)) for cell in cells)
+    measured: list[dict[str, Any]] = []
+
+    def told() -> dict[str, Any]:
+        return facts | {
+            "gpu": device.execution == "cuda",
+            "protocol": summary.protocol(lab, table.warmup),
+            "overheads": summary.overheads(lab),
+            "implementations": [_described(impl, device) for impl in impls.values()],
+            "baselines": list(lab.baselines),
+            "cells": measured,
+            "overall": rows.overall(measured, lab.baselines),
+            "controls": summary.controls(measured),
+            "first_calls": summary.first_calls(measured),
+            "slower": list(summary.slower(measured, table.fail_if_slower_than)),
+            "compared": None,
+            "limits": list(tables.LIMITS if device.execution == "cuda" else tables.WALL_LIMITS),
+        }
+
     with console.progress("bench", total) as progress, active(), _foreseen():
         lab = replace(lab, advance=progress.advance)
-        measured = list(_all_measured(cells, settings.run.impl, impls, declined, lab))
-    found = facts | {
-        "gpu": device.execution == "cuda",
-        "protocol": summary.protocol(lab, table.warmup),
-        "overheads": summary.overheads(lab),
-        "implementations": [_described(impl, device) for impl in impls.values()],
-        "baselines": list(lab.baselines),
-        "cells": measured,
-        "overall": rows.overall(measured, lab.baselines),
-        "controls": summary.controls(measured),
-        "first_calls": summary.first_calls(measured),
-        "slower": list(summary.slower(measured, table.fail_if_slower_than)),
-        "compared": None,
-        "limits": list(tables.LIMITS if device.execution == "cuda" else tables.WALL_LIMITS),
-    }
+        try:
+            measured.extend(_all_measured(cells, settings.run.impl, impls, declined, lab))
+        except KeyboardInterrupt:
+            if measured:
+                run.keep(told())
+                console.warn(f"{len(measured)} of {len(cells)} cells were finished; rmsnorm report shows them")
+            raise
+    found = told()
     if before is not None:
         numbers = earlier.block_times(run.records(), earlier.numbered(measured))
         compared = earlier.compared(before, measured, numbers, lab.rules, _rng(settings))

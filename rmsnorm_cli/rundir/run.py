@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rmsnorm_cli.environment import Device
 
 RESERVED_BYTES = 64 * 1024  # in .reserve: room kept for the last words of a run whose disk fills up
-NO_OUTCOME = "the command ended without an outcome"
 
 
 class Run:
@@ -89,6 +88,10 @@ class Run:
         if self.writes:
             lines = [strict_json(record, indent=None) + "\n" for record in self.records() if wanted(record)]
             atomic.write(self._metrics, "".join(lines))
+
+    def keep(self, summary: Mapping[str, Any]) -> None:
+        """Record what a run that is ended before its outcome has come to."""
+        self._facts["summary"] = dict(summary)
 
     def finish(self, outcome: Outcome) -> None:
         """Say how the command came out; the directory is completed when its `with` block ends."""
@@ -261,7 +264,7 @@ def completed(run: Run, lock: int | None) -> Iterator[None]:
                 with suppress(RmsnormError, Interrupted):
                     close(run, *verdict_of(error))
                 raise
-            said: tuple[str, int, str] = ("error", RmsnormError.exit_code, NO_OUTCOME)
+            said: tuple[str, int, str] = ("error", RmsnormError.exit_code, "the command ended without an outcome")
             if run.outcome is not None:
                 run._facts |= {"counts": dict(run.outcome.counts), "summary": dict(run.outcome.summary)}
                 said = run.outcome.status, run.outcome.exit_code, ""

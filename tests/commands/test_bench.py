@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rmsnorm_cli import config, environment
+from rmsnorm_cli.cli import main
 from rmsnorm_cli.commands import bench
 from rmsnorm_cli.console import Console
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted
 from rmsnorm_cli.rundir.run import open_run
 from rmsnorm_cli.timing import WallClock
 
@@ -279,6 +280,27 @@ def test_a_signal_during_the_first_calls_ends_the_run_and_is_no_row(benched, for
     )
     with pytest.raises(KeyboardInterrupt):
         benched([name, "torch"])
+
+
+def test_an_interrupt_keeps_the_cells_that_were_finished(benched, tmp_path, monkeypatch):
+    """Of three cells the second is interrupted: run.json and report have the first."""
+    measured, calls = bench._measured, iter([False, True])
+
+    def interrupted(*given):
+        if next(calls):
+            raise Interrupted(signal.SIGINT)
+        return measured(*given)
+
+    monkeypatch.setattr(bench, "_measured", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        benched(["torch", "reference"], shapes=[[3, 4], [4, 5], [5, 6]])
+    (directory,) = tmp_path.glob("runs/2*-bench")
+    facts = json.loads((directory / "run.json").read_text())
+    assert facts["status"] == "interrupted"
+    assert [cell["cell"] for cell in facts["summary"]["cells"]] == ["3x4 float32"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", str(directory)])
+    assert "3x4" in (directory / "report.html").read_text()
 
 
 def test_a_hang_is_a_row_and_not_the_end(foreign, tmp_path, monkeypatch):
