@@ -69,19 +69,26 @@ def check(
 ) -> list[CaseResult]:
     """Return one verdict for each of forward, dx and dgamma; skipped where the interpreter cannot round."""
     asked = Asked(impl, execution, NAME, case)
-    if execution == "interpreter" and case.dtype == "bfloat16":
+    found = answered(asked, case, device)
+    if found is None:
         return [asked.verdict(scope, "skipped", TRUNCATED) for scope in SCOPES]
-    inputs = cases.tensors(case, device)
-    kept = inputs.pristine()
-    got = answer(impl, inputs, case.eps)
-    want = cases.oracle(kept, case.eps, impl.rounding)
-    if cut_by_the_interpreter(asked, got, want):
-        return [asked.verdict(scope, "skipped", TRUNCATED) for scope in SCOPES]
+    kept, got, want = found
     judge = Judge(asked, budget(kept, want, impl.rounding), want, _eager(impl, kept, case.eps))
     return [judge.verdict(scope, got) for scope in SCOPES]
 
 
-def cut_by_the_interpreter(asked: Asked, got: Answer, want: Oracle) -> bool:
+def answered(asked: Asked, case: Case, device: str) -> tuple[Inputs, Answer, Oracle] | None:
+    """Ask one question and return the inputs, the answer and the oracle; None where the interpreter cannot round."""
+    if asked.execution == "interpreter" and case.dtype == "bfloat16":
+        return None
+    inputs = cases.tensors(case, device)
+    kept = inputs.pristine()
+    got = answer(asked.impl, inputs, case.eps)
+    want = cases.oracle(kept, case.eps, asked.impl.rounding)
+    return None if _cut_by_the_interpreter(asked, got, want) else (kept, got, want)
+
+
+def _cut_by_the_interpreter(asked: Asked, got: Answer, want: Oracle) -> bool:
     """Tell whether y in bfloat16 is cut where it should be rounded, and its kernels may have run in the interpreter.
 
     What a foreign process runs is not known here: its numbers have to tell.
