@@ -83,7 +83,10 @@ def implementation(name: str, rounding: Rounding = "fp32") -> Implementation:
 
 
 ROWWISE = KernelPair("rowwise", rowwise.forward, rowwise.backward)
-FUSED = KernelPair("fused", fused.forward, fused.backward, contiguous_dy=False, second_derivative=True, op=ops.rms_norm)
+FUSED = KernelPair(
+    "fused", fused.forward, fused.backward,
+    contiguous_dy=False, second_derivative=True, optional_rstd=True, op=ops.rms_norm,
+)  # fmt: skip
 
 
 def from_pair(pair: KernelPair, accepts: Callable[[CallSpec], str | None]) -> Implementation:

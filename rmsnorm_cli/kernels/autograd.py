@@ -1,5 +1,6 @@
 """The wiring between a pair of kernels and PyTorch's autograd: what is saved, what is asked for, what is counted."""
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def reset_counters() -> None:
 class Forward(Protocol):
     """The launcher of a forward; gamma is a Tensor, or None where the pair can do without."""
 
-    def __call__(self, x: Tensor, gamma: Any, eps: float, /) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, gamma: Any, eps: float, /) -> tuple[Tensor, Tensor | None]:
         """Raise ContractError before anything is allocated, or return y and rstd."""
 
 
@@ -65,7 +66,8 @@ class KernelPair:
 
     `contiguous_dy`: the backward reads dy contiguous, so the wrapper copies any other (counted as `copies`).
     `second_derivative`: differentiate the reference formula when a second derivative is asked for (counted as
-    `double_backward`); otherwise it is refused. `op`: the same as a registered operator, for torch.compile's graphs.
+    `double_backward`); otherwise it is refused. `optional_rstd`: the forward can do without rstd, and is told so by
+    `need_rstd=False` where no derivative can follow. `op`: the same as a registered operator, for torch.compile.
     """
 
     name: str
@@ -73,6 +75,7 @@ class KernelPair:
     backward: Backward
     contiguous_dy: bool = True
     second_derivative: bool = False
+    optional_rstd: bool = False
     op: Callable[[Tensor, Tensor | None, float], Tensor] | None = None
 
 
@@ -84,7 +87,10 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
     at the call.
     """
     transformed = torch._C._are_functorch_transforms_active
-    name, forward = pair.name, pair.forward
+    name = pair.name
+    alone: Callable[..., tuple[Tensor, Tensor | None]] = pair.forward
+    if pair.optional_rstd:
+        alone = functools.partial(alone, need_rstd=False)
 
     def call(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         if torch.compiler.is_compiling():
@@ -104,7 +110,7 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
         # getattr, since what is not a tensor is refused by the launcher, which knows the words for it.
         differentiated = getattr(x, "requires_grad", False) or getattr(gamma, "requires_grad", False)
         if not (differentiated and torch.is_grad_enabled()):
-            y, _ = forward(x, gamma, eps)
+            y, _ = alone(x, gamma, eps)
             count(name, "forward")
             return y
         result: Tensor = _normalise(x, gamma, eps, pair)

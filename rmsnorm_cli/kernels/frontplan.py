@@ -93,7 +93,8 @@ def refused(problem: Exception, path: str) -> bool:
 class ForwardPlan:
     """Everything of a forward that the same call next time need not find out again."""
 
-    def __init__(self, x: Tensor, gamma: Tensor | None) -> None:
+    def __init__(self, x: Tensor, gamma: Tensor | None, need_rstd: bool = True) -> None:
+        self.need_rstd = need_rstd
         wide = x.dtype == torch.float64
         self.smallest = sys.float_info.min if wide else FP32_SMALLEST_NORMAL
         self.largest = sys.float_info.max if wide else FP32_LARGEST
@@ -129,6 +130,8 @@ class ForwardPlan:
     def _choose(self, config: Forward, x: Tensor) -> None:
         self.config = config
         self.path = f"forward/{config.path}"
+        # One number a row is up to 3 % of the time of narrow rows, and nothing beside wide ones.
+        self.keeps_rstd = self.need_rstd or config.path not in ("rows", "reload")
         N, align, flags = self.N, self.align, self.flags
         if config.path in ("rows", "reload"):
             constants: dict[str, Any] = {
@@ -139,6 +142,7 @@ class ForwardPlan:
                 "ALIGN": align,
                 **flags,
                 "RELOAD": config.path == "reload",
+                "RSTD": self.need_rstd,
             }
             self.program = Program(forward.rows_kernel, constants, config.warps)
             self.grid = (triton.cdiv(self.M, config.rows), 1)
@@ -192,13 +196,13 @@ class ForwardPlan:
         self.shared = (K, width)
         self.words = groups * K * 8
 
-    def run(self, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor, str]:
-        """Allocate y and rstd, launch, and return both with the name of the path."""
+    def run(self, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None, str]:
+        """Allocate y and what is kept of rstd, launch, and return both with the name of the path."""
         if self.M == 0:
             return torch.empty_like(x), x.new_empty(0, dtype=accumulator(x.dtype)), "forward/empty"
         y = self.empty(self.shape, self.stride, self.dtype)
-        rstd = self.empty((self.M,), (1,), self.accumulator)
-        tensors: tuple[Tensor, ...] = (x, x if gamma is None else gamma, y, rstd)
+        rstd = self.empty((self.M,), (1,), self.accumulator) if self.keeps_rstd else None
+        tensors: tuple[Tensor, ...] = (x, x if gamma is None else gamma, y, x if rstd is None else rstd)
         scalars: tuple[float, ...] = (self.M, self.N, eps, *self.layout)
         if self.config.path in ("shared", "ring"):
             words = torch.zeros(self.words, dtype=torch.int64, device=self.device).view(torch.uint64)

@@ -50,13 +50,15 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
     return kind, tensor.shape, tensor.stride(), tensor.dtype, address & 15, _place(tensor), tensor.is_neg()
 
 
-def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, gamma: Tensor | None, eps: float, *, need_rstd: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return y, like x, and rstd of the rows in the order in which they are walked (fp32, or fp64 for fp64 x).
+
+    Without `need_rstd`, which only a backward has, rstd may be None.
 
     Raises ContractError for what `fused` does not take, before anything is allocated.
     """
     try:
-        key = (_key(x), None if gamma is None else _key(gamma))
+        key = (_key(x), None if gamma is None else _key(gamma), need_rstd)
     except (AttributeError, RuntimeError):  # something is no tensor, or has no memory; the contract says what
         check_fused(x, gamma, eps)
         raise
@@ -68,8 +70,8 @@ def forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor
             x = x.resolve_neg()
             order = walking_order(x)
             x = x.contiguous() if order is None else x
-            return forward(x, None if gamma is None else gamma.resolve_neg(), eps)
-        plan = ForwardPlan(x, gamma)
+            return forward(x, None if gamma is None else gamma.resolve_neg(), eps, need_rstd=need_rstd)
+        plan = ForwardPlan(x, gamma, need_rstd)
         _remember(_forward_plans, key, plan)
     elif not plan.smallest <= eps <= plan.largest:
         check_fused(x, gamma, eps)

@@ -30,6 +30,7 @@ def _natural(x: Tensor) -> Tensor:
 def fused_forward(x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return y, contiguous, and rstd, one number a row."""
     y, rstd = fused.forward(_natural(x), gamma, eps)
+    assert rstd is not None
     count("fused", "forward")
     return y, rstd
 

@@ -69,6 +69,11 @@ def odd(N: int, itemsize: int) -> bool:
     return N * itemsize % 4 != 0
 
 
+def whole(N: int, itemsize: int) -> bool:
+    """Say whether rows of N columns are whole vectors of 16 bytes, so that reading one a second time costs little."""
+    return N * itemsize % 16 == 0
+
+
 def divided(config: Forward | Backward, N: int, itemsize: int) -> tuple[int, int, int]:
     """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces."""
     parts = -(-N // config.B)
@@ -104,16 +109,23 @@ def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
     if itemsize == 8:
         return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
     if width <= 1024:
+        if itemsize == 4 and width > 512:
+            return Forward("rows", A, B, 1, 2)
         rows = max(fitting(1024, width), 2)
-        return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
-    if width <= 8192:
+        return Forward("rows", A, B, rows, 2 if odd(N, itemsize) and width > 512 else min(max(rows * A // 512, 1), 4))
+    if width * itemsize <= 16384 and whole(N, itemsize):
+        return Forward("reload", A, B, 1, 4 if width * itemsize <= 4096 else min(max(A * itemsize // 1024, 8), 16))
+    if width <= 8192 and not whole(N, itemsize):
         return Forward("rows", A, B, 1, 4 if width <= 2048 or odd(N, itemsize) else 8)
-    if B == 0 and N * itemsize <= 32768:
-        return Forward("rows", A, B, 1, 16)
+    if N * itemsize <= 32768 and B == 0:
+        warps = 8 if whole(N, itemsize) and itemsize == 2 else 16
+        return Forward("reload" if whole(N, itemsize) else "rows", A, B, 1, warps)
     if N * itemsize <= 131072:
         if width > 32768:
             A, B = 1 << (N - 1).bit_length(), 0  # a second tile loses more here than idle lanes do
-        return Forward("reload", A, B, 1, 16 if B and itemsize == 2 else 32)
+        if B:
+            return Forward("reload", A, B, 1, 8 if itemsize == 2 and A == 16384 and B <= 2048 else 16)
+        return Forward("reload", A, B, 1, 16 if N <= 28672 and itemsize == 2 else 32)
     if itemsize == 4:
         return Forward("shared", 2048, warps=4, stages=2, per_sm=5, registers=96)
     return Forward("shared", 2048, warps=2, stages=2, per_sm=10, registers=96)
@@ -131,7 +143,7 @@ def backward_ring(N: int, itemsize: int) -> Backward | None:
     columns, 74 → 86 at 20480, 74 → 89 at 32768, 70 → 84 at 65536, 72 → 84 at 131072, 73 → 84 at 262144.
     """
     two_small = {"warps": 8, "per_sm": 2, "registers": 128, "lag": 1}  # two programs on an SM hide each other's waiting
-    if itemsize == 2 and N > 12288:
+    if itemsize == 2 and N > 10240:
         if N <= 16384:
             return Backward("ring", 4096, 16384, 1, 16, 3)
         if N <= 20480:
@@ -158,16 +170,19 @@ def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
     if itemsize == 8:
         return Backward("walk", A, B, 1, 4, 2, 2) if width <= 2048 else backward_by_chunks(itemsize)
     if width <= 1024:
-        return Backward("walk", A, B, min(fitting(2048, width), 128), 4, 3, 3)
+        return Backward(
+            "walk", A, B, min(fitting(2048, width), 128), 4, 3, 4 if odd(N, itemsize) and width > 512 else 3
+        )
     if odd(N, itemsize) and width <= 8192:
         return Backward("walk", A, B, 1, 4 if width < 8192 else 8, 3, 2 if width < 8192 else 1)
     if width <= 2048:
-        return Backward("walk", A, B, 2, 8, 3, 2)
+        return Backward("walk", A, B, 1, 4, 4, 2) if itemsize == 2 else Backward("walk", A, B, 2, 16, 3, 1)
+    if itemsize == 4 and width <= 8192:
+        return Backward("walk", A, B, 1, 16, 3, 1)
     if width <= 4096:
-        return Backward("walk", A, B, 2, 8, 3, 1) if itemsize == 2 else Backward("walk", A, B, 1, 16, 3, 1)
+        return Backward("walk", A, B, 2, 8, 3 if B == 0 else 4, 1)
     if width <= 8192:
-        stages = 3 if B == 0 else 4
-        return Backward("walk", A, B, 1, 8 if itemsize == 2 else 16, stages if itemsize == 2 else 3, 1)
+        return Backward("walk", A, B, 1, 16 if B == 2048 else 8, 3 if B == 0 else 4, 1)
     if width <= 12288 and itemsize == 2:
         return Backward("walk", A, B, 1, 16, 3, 1)
     if width <= 16384:

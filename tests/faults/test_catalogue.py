@@ -137,14 +137,15 @@ def test_inputs_that_show_a_mistake_on_a_gpu_are_asked_there(monkeypatch):
     assert not [(f.name, f.exposing.id) for f in shown if f.exposing not in asked]
 
 
-@pytest.mark.parametrize(("name", "per_sm"), [("second-tile-not-accumulated", 2), ("rstd-of-program", 1)])
-def test_rows_that_show_a_mistake_on_a_gpu_are_more_than_one_step_of_its_programs(name, per_sm):
+@pytest.mark.parametrize(
+    ("name", "path", "tiles"), [("second-tile-not-accumulated", "walk", 2), ("rstd-of-program", "reload", 1)]
+)
+def test_rows_that_show_a_mistake_on_a_gpu_are_more_than_one_step_of_its_programs(name, path, tiles):
     """Of 160 SMs, more than any card has today: a program walks a second step, by the table that is in force."""
     case = faults.find(name).on("cuda").exposing
     launch = backward_table(case.N, 4, ring=True)
-    assert launch.per_sm == per_sm
-    assert -(-case.M // launch.rows) > 160 * per_sm
-    assert (launch.path, launch.B > 0) == (("walk", True) if per_sm == 2 else ("reload", False))
+    assert -(-case.M // launch.rows) > 160 * launch.per_sm
+    assert (launch.path, 1 + (launch.B > 0)) == (path, tiles)
 
 
 @pytest.mark.usefixtures("without_gpu")

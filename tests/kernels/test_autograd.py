@@ -1,6 +1,7 @@
 """The wiring: what is asked for is computed, what is not is skipped, everything is counted, nothing is overwritten."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from rmsnorm_cli.kernels import (
     KernelPair,
     counters,
     differentiable,
+    fused,
     reference,
     reset_counters,
     rms_norm,
     rowwise,
 )
+from rmsnorm_cli.kernels.api import FUSED
 
 close = torch.testing.assert_close
 X, DY = [[3.0, 4.0], [6.0, 8.0]], [[1.0, 0.0], [0.0, 1.0]]
@@ -64,6 +67,22 @@ def test_the_launcher_is_told_what_is_needed(x_grad, gamma_grad, device):
     norm = differentiable(KernelPair("spied", rowwise.forward, backward))
     norm(*leaves(device, x_grad, gamma_grad), 1e-6).backward(torch.tensor(DY, device=device))
     assert asked == [(x_grad, gamma_grad)]
+
+
+def test_the_launcher_is_told_that_no_derivative_can_follow(device):
+    """Rstd is not kept where nothing differentiates, by the forward that the pair has, and is kept everywhere else."""
+    asked: list[dict[str, bool]] = []
+
+    def forward(*operands, **options):
+        asked.append(options)
+        return fused.forward(*operands, **options)
+
+    norm = differentiable(replace(FUSED, name="spied", forward=forward))
+    norm(*leaves(device), 1e-6)
+    norm(*leaves(device, False, False), 1e-6)
+    with torch.no_grad():
+        norm(*leaves(device), 1e-6)
+    assert asked == [{}, {"need_rstd": False}, {"need_rstd": False}]
 
 
 @both
