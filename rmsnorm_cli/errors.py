@@ -79,7 +79,8 @@ def sentence(problem: BaseException) -> str:
     if of_the_machine(problem):
         return f"kernels cannot be compiled here: {' '.join(str(problem).split())}; see: rmsnorm doctor"
     if hasattr(problem, "format_message"):  # click's
-        return str(problem.format_message())
+        about = getattr(getattr(problem, "ctx", None), "command_path", "rmsnorm")
+        return f"{problem.format_message().rstrip('.')}; see: {about} --help"
     if exit_code_of(problem) == EnvironmentProblem.exit_code and not isinstance(problem, RmsnormError):
         return " ".join(str(problem).split()) or "this machine has not enough memory"
     return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)

@@ -6,6 +6,7 @@ No device is named, so that what runs is a GPU where there is one and Triton's i
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,12 +64,16 @@ def test_the_version_names_tool_torch_triton_and_cuda(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("verfy",), ("verify", "--colls", "3"), ("verify", "--eps"), ("clean", "--keep", "-1"), ("audit", "a", "b")],
-)
-def test_wrong_usage_is_exit_2_in_one_sentence(arguments, tmp_path):
+    [
+        ("verfy",), ("verify", "--colls", "3"), ("verify", "--eps"), ("clean", "--keep", "-1"), ("audit", "a", "b"),
+        ("exercise", "layernorm"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_exit_2_in_one_sentence_that_names_the_help(arguments, tmp_path):
     done = rmsnorm(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+    assert re.search(rf"; see: rmsnorm( {arguments[0]})? --help\n$", done.stderr)
     assert "Traceback" not in done.stderr + done.stdout
 
 
