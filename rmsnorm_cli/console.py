@@ -43,9 +43,9 @@ class Console:
 
     def __init__(self, *, json: bool = False, quiet: bool = False, silent: bool = False) -> None:
         self.json, self.quiet, self.silent = json, quiet or silent, silent
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")  # a narrow locale must not end a run
+                stream.reconfigure(errors="backslashreplace")  # neither a narrow locale nor a stray byte ends a run
         self._stream: TextIO | None = sys.stderr if json else sys.stdout
         self._closed: dict[int, Exception] = {}
         self._undelivered = False
@@ -78,9 +78,22 @@ class Console:
         return ""
 
     def note(self, text: str) -> None:
-        """Print a line for people, wrapped on a terminal; `quiet` drops it."""
+        """Print a line for people, on a terminal wrapped and two further in from the second on; `quiet` drops it."""
         if not self.quiet:
-            self._write((_wrapped(text, "  ") if self.terminal else text) + "\n", self._stream)
+            hanging = " " * (len(text) - len(text.lstrip(" ")) + 2)
+            self._write((_wrapped(text, hanging) if self.terminal else text) + "\n", self._stream)
+
+    def ask(self, text: str) -> str:
+        """Print a question and return the line that is typed, "" at the end of the input."""
+        self.note(text)
+        self._write("> ", self._stream)
+        line = ""
+        try:
+            line = sys.stdin.readline()
+            return line
+        finally:
+            if not line.endswith("\n"):  # Ctrl-C and Ctrl-D leave the cursor behind the question
+                self._write("\n", self._stream)
 
     def verdict(self, text: str) -> None:
         """Print a line for people that even `quiet` keeps."""

@@ -56,6 +56,38 @@ def test_a_failure_on_a_terminal_is_a_paragraph_whose_words_and_numbers_stay_who
     assert " ".join(lines[2:-3]).split() == SEEN.split()
 
 
+def test_what_hangs_under_an_indented_note_is_indented_further(monkeypatch, capsys):
+    lines = on_terminal(monkeypatch, capsys, 60, lambda console: console.note(f"  {SEEN}"))
+    assert lines[0].startswith("  first")
+    assert all(line.startswith("    ") and line[4] != " " for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"), [("257\n", "how many?\n> "), ("", "how many?\n> \n"), ("257", "how many?\n> \n")]
+)
+def test_a_question_has_a_prompt_and_what_follows_begins_a_line(monkeypatch, capsys, typed, shown):
+    """Enter ends the line on a terminal; the end of the input does not."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert Console().ask("how many?") == typed
+    assert capsys.readouterr().out == shown
+
+
+def test_an_interrupted_question_ends_its_line(monkeypatch, capsys):
+    class Interrupting(io.StringIO):
+        def readline(self, size=-1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        Console().ask("how many?")
+    assert capsys.readouterr().out == "how many?\n> \n"
+
+
+def test_a_byte_that_is_no_text_is_an_answer_that_cannot_be_read_and_no_crash(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert Console().ask("how many?") == "\\xff\n"
+
+
 def test_a_failure_in_a_pipe_is_one_line(capsys):
     Console().table(FAILURES)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(FAILURES.rows) + 1

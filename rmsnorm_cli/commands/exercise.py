@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.errors import ConfigError
-from rmsnorm_cli.exercise import questions
+from rmsnorm_cli.exercise import questions, summary
 from rmsnorm_cli.results import Outcome, Table
 
 if TYPE_CHECKING:
@@ -45,37 +45,54 @@ def plan(settings: "Settings") -> list[str]:
 
 def check(settings: "Settings") -> None:
     """Raise ConfigError, with all problems, for what the command cannot do."""
-    problems = []
-    if settings.run.impl != ("rowwise",):
-        problems.append(
-            f"run.impl: {', '.join(settings.run.impl)}; a mistake says which kernel it is in, expected rowwise, the "
-            "kernel of the lesson"
-        )
-    if settings.exercise.fault:
+    problems, asked = [], settings.exercise
+    default = not (asked.all or asked.fault)
+    for key, given, free in (
+        ("impl", ", ".join(settings.run.impl), "rowwise"),
+        ("rounding", settings.run.rounding, "fp32"),
+    ):
+        if given != free:
+            problems.append(
+                f"run.{key}: {given}, expected {free} or nothing: a mistake has its kernel, rowwise or fused, and "
+                "rmsnorm exercise --list says which"
+            )
+    if asked.fault:
         try:
-            faults.find(settings.exercise.fault)
+            faults.find(asked.fault)
         except ConfigError as problem:
             problems += problem.problems
-    if settings.exercise.predict and (settings.exercise.all or settings.exercise.fault):
+    if asked.predict and not default:
         problems.append("exercise.predict: only the default exercise asks; leave out exercise.fault and exercise.all")
-    elif settings.exercise.predict:
+    elif asked.predict:
         try:
-            questions.read_predictions(settings.exercise.predict)
+            questions.read_predictions(asked.predict)
         except ConfigError as problem:
             problems += problem.problems
+    if default and settings.operator.eps > questions.LARGEST_EPS:
+        problems.append(
+            f"operator.eps: {settings.operator.eps:g}, expected at most {questions.LARGEST_EPS:g} in the default "
+            "exercise: beside a larger one the wrong mean makes no difference"
+        )
     if problems:
         raise ConfigError(problems)
 
 
 def listing(settings: "Settings") -> Outcome:
-    """Return the catalogue: each mistake's name, the pass it is in, and what is wrong; a table for each kernel."""
+    """Return the catalogue: each mistake's name, the pass it is in, and what is wrong; a table for each kernel.
+
+    Raises ConfigError where something is to be run besides.
+    """
+    asked = settings.exercise
+    given = [key for key in ("fault", "predict", "all") if getattr(asked, key)]
+    if given:
+        raise ConfigError(f"--list: it runs nothing; leave out {' and '.join(f'exercise.{key}' for key in given)}")
     return Outcome(
         status="passed",
         execution="",
         counts={},
         summary={"faults": [describe(fault) for fault in faults.CATALOGUE]},
         tables=tuple(_listed(kernel) for kernel in faults.KERNELS),
-        notes=("one in full: rmsnorm exercise --fault NAME; all against every check: --all",),
+        notes=(summary.LETTERS, "one in full: rmsnorm exercise --fault NAME; all against every check: --all"),
         said=f"{len(faults.CATALOGUE)} changes are listed, none was run",
     )
 

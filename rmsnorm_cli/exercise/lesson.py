@@ -3,12 +3,14 @@
 A row of 257 ones is loaded into a block of 512 lanes, the padding as zeros. Everything can be computed by hand.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.exercise import paragraphs, questions
+from rmsnorm_cli.exercise import questions, summary
 from rmsnorm_cli.faults import apply
 from rmsnorm_cli.faults.examples import inputs, ones
 from rmsnorm_cli.faults.fault import NAIVE, rows
@@ -25,6 +27,8 @@ BLOCK = 512  # the next power of two at or above 257; of 256 it is 256 itself
 AGREES = 1e-5  # relative: fp32 rounding of a handful of operations, and 1e6 times less than the mistake
 FORWARD, BOTH, BACKWARD = "divide-by-block", "both-divide-by-block", "backward-divides-by-block"
 RIGHT = ""  # no mistake: the kernel as it is
+KERNELS = (RIGHT, FORWARD, BOTH, BACKWARD)
+TESTS = ((NAIVE, False), (rows(N=SAFE), False), (rows(), True))  # and whether they notice the mistake
 
 
 @dataclass(frozen=True)
@@ -44,44 +48,56 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device", 
     """Ask, run the kernel with and without the mistake, and lay prediction, arithmetic and measurement side by side."""
     eps = settings.operator.eps
     given = questions.read_predictions(settings.exercise.predict)
-    for line in paragraphs.lines(introduction(eps, run)):
+    question = introduction(eps)
+    for line in (question, "", *changed_lines(), ""):
         console.note(line)
+    console.note(f"What comes out? (changed source and diff: {run.path(apply.FOLDER)}/{FORWARD}/)")
     if questions.can_ask(console, no_input):
         given = questions.ask(console, given)
-    should = arithmetic(eps)
-    seen = {
-        (name, n): launch(name, n, eps, run, device) for name in (RIGHT, FORWARD, BOTH, BACKWARD) for n in (N, SAFE)
-    }
-    results = [*compared(seen, eps, device), *noticed(run, device)]
+    with console.progress("kernels and tests", len(KERNELS) * 2 + len(TESTS)) as progress:
+        seen = {}
+        for name, n in itertools.product(KERNELS, (N, SAFE)):
+            seen[name, n] = launch(name, n, eps, run, device)
+            progress.advance()
+        results = compared(seen, eps, device)
+        for result in noticed(run, device):
+            results.append(result)
+            progress.advance()
     for result in results:
         run.record(result.record())
-    told = verdicts(given, should)
+    should, found = arithmetic(eps), measured(seen, eps)
+    told = verdicts(given, should, found)
+    tables = (forward_table(given, should, found, eps), backward_table(seen, eps), notice_table(results))
+    notes = conclusion(told, given, eps, device)
+    kept = summary.kept(faults.find(FORWARD), [question], tables, notes)
+    counts = count(results)
+    right = sum(entry["verdict"] == "right" for entry in told.values())
+    predicted = f" and {right} of {len(given)} predictions" if given else ""
     return Outcome(
-        status=overall(count(results)),
+        status=overall(counts),
         execution=device.execution,
-        counts=count(results),
-        summary={"exercise": {"fault": FORWARD, "predictions": told}},
-        tables=(forward_table(given, should, seen, eps), backward_table(seen, eps), notice_table(results)),
-        notes=tuple(paragraphs.lines(conclusion(told, given, eps, device))),
+        counts=counts,
+        summary={"exercise": {"fault": FORWARD, "predictions": told, "shown": kept}},
+        tables=tables,
+        notes=tuple(notes),
         results=tuple(results),
+        said=f"{counts['passed']} of {len(results)} measurements{predicted} are what arithmetic gives",
     )
 
 
-def introduction(eps: float, run: "Run") -> list[str]:
+def introduction(eps: float) -> str:
     """Return what a reader needs to predict."""
-    return [
+    return (
         f"A row of {N} ones, gamma 1, eps {eps:g}. Triton's blocks are powers of two, so the kernel loads the row into "
         f"{BLOCK} lanes, the padding as zeros. Then it takes the mean of the squares, over the lanes instead of over "
-        "the numbers:",
-        "",
-        *(
-            line
-            for line in apply.diff(faults.find(FORWARD)).splitlines()
-            if line[:1] in "+-" and line[:3] not in ("+++", "---")
-        ),
-        "",
-        f"What comes out? (changed source and diff: {run.path(apply.FOLDER)}/{FORWARD}/)",
-    ]
+        "the numbers:"
+    )
+
+
+def changed_lines() -> list[str]:
+    """Return the lines of the kernel that the mistake changes, before and after."""
+    lines = apply.diff(faults.find(FORWARD)).splitlines()
+    return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
 def arithmetic(eps: float) -> dict[str, float | str]:
@@ -137,27 +153,38 @@ def compared(seen: dict[tuple[str, int], Seen], eps: float, device: "Device") ->
     return results
 
 
-def noticed(run: "Run", device: "Device") -> list[CaseResult]:
+def noticed(run: "Run", device: "Device") -> Iterator[CaseResult]:
     """Show the mistake to the usual test and to two inputs of `verify`: only one of the three may notice it."""
     from rmsnorm_cli.exercise.judge import judge
 
     impl = faults.implementation(FORWARD, run.dir)
-    results = []
-    for question, notices in ((NAIVE, False), (rows(N=SAFE), False), (rows(), True)):
+    for question, notices in TESTS:
         judged = judge(impl, question, device.torch_device)
         worst = max((part.worst or 0.0 for part in judged.parts.values()), default=0.0)
         what = "passes" if judged.ok else f"fails: {', '.join(judged.wrong)}"
         status: Any = "passed" if judged.ok != notices else "failed"
-        results.append(
-            CaseResult(
-                FORWARD, device.execution, "forward", "noticed", question.dtype, question.id, status, worst, what
-            )
+        yield CaseResult(
+            FORWARD, device.execution, "forward", "noticed", question.dtype, question.id, status, worst, what
         )
-    return results
 
 
-def verdicts(given: dict[str, float | str], should: dict[str, float | str]) -> dict[str, dict[str, Any]]:
-    """Return, for each question, what was predicted, what arithmetic gives, and whether they agree."""
+def measured(seen: dict[tuple[str, int], Seen], eps: float) -> dict[str, tuple[float, float]]:
+    """Return, for each question, what the changed kernel gave, and what the kernel gives without the mistake."""
+    faulty, correct = seen[FORWARD, N], seen[RIGHT, N]
+    return {
+        "sum": (faulty.mean(eps) * BLOCK, correct.mean(eps) * N),
+        "mean": (faulty.mean(eps), correct.mean(eps)),
+        "denominator": (1 / faulty.rstd, 1 / correct.rstd),
+        "output": (faulty.y, correct.y),
+        "at256": (seen[FORWARD, SAFE].y, seen[RIGHT, SAFE].y),
+        "mended": (seen[BACKWARD, N].dx, correct.dx),
+    }
+
+
+def verdicts(
+    given: dict[str, float | str], should: dict[str, float | str], found: dict[str, tuple[float, float]]
+) -> dict[str, dict[str, Any]]:
+    """Return, for each question, what was predicted, what arithmetic gives, whether they agree, what was measured."""
     told = {}
     for question in questions.QUESTIONS:
         answer = given.get(question.key)
@@ -168,7 +195,12 @@ def verdicts(given: dict[str, float | str], should: dict[str, float | str]) -> d
             if questions.right(answer, should[question.key])
             else "not so"
         )
-        told[question.key] = {"predicted": answer, "arithmetic": should[question.key], "verdict": verdict}
+        told[question.key] = {
+            "predicted": answer,
+            "arithmetic": should[question.key],
+            "verdict": verdict,
+            "measured": found[question.key][0],
+        }
     return told
 
 
@@ -182,27 +214,25 @@ def shown(value: float | str | None) -> str:
 
 
 def forward_table(
-    given: dict[str, float | str], should: dict[str, float | str], seen: dict[tuple[str, int], Seen], eps: float
+    given: dict[str, float | str], should: dict[str, float | str], found: dict[str, tuple[float, float]], eps: float
 ) -> Table:
     """Return prediction, arithmetic and measurement of the forward, beside the kernel without the mistake."""
-    faulty, correct, safe = seen[FORWARD, N], seen[RIGHT, N], seen[FORWARD, SAFE]
-    size = "small" if faulty.rstd > correct.rstd else "large"
-    lines: dict[str, tuple[str, float | str, float | str]] = {
-        "sum": ("sum of squares", faulty.mean(eps) * BLOCK, correct.mean(eps) * N),
-        "mean": ("mean square", faulty.mean(eps), correct.mean(eps)),
-        "denominator": ("sqrt(mean + eps)", f"{1 / faulty.rstd:.6f} {size}", f"{1 / correct.rstd:.7f}"),
-        "output": ("y", faulty.y, correct.y),
-        "at256": (f"y at N = {SAFE}", safe.y, seen[RIGHT, SAFE].y),
+    lines = {
+        "sum": "sum of squares",
+        "mean": "mean square",
+        "denominator": "sqrt(mean + eps)",
+        "output": "y",
+        "at256": f"y at N = {SAFE}",
     }
-    by_hand: dict[str, float | str] = {
-        **should,
-        "denominator": f"{math.sqrt(N / BLOCK + eps):.6f} {should['denominator']}",
-    }
-    body = tuple(
-        (what, shown(given.get(key)), shown(by_hand[key]), shown(measured), shown(without))
-        for key, (what, measured, without) in lines.items()
+    by_hand, values = dict(should), {key: tuple(map(shown, pair)) for key, pair in found.items()}
+    root, without = found["denominator"]
+    by_hand["denominator"] = f"{math.sqrt(N / BLOCK + eps):.6f} {should['denominator']}"
+    values["denominator"] = (f"{root:.6f} {'small' if root < without else 'large'}", f"{without:.7f}")
+    body = tuple((what, shown(given.get(key)), shown(by_hand[key]), *values[key]) for key, what in lines.items())
+    caption = (
+        "correct: the kernel without the mistake. Sum and mean square are worked back from what the kernel saved, "
+        "rstd = 1 / sqrt(mean + eps)"
     )
-    caption = "sum and mean square are worked back from the rstd that the kernel saved"
     columns = ("quantity", "predicted", "arithmetic", "measured", "correct")
     return Table(f"{N} ones, divided by the block of {BLOCK}", columns, body, caption)
 
@@ -216,9 +246,10 @@ def backward_table(seen: dict[tuple[str, int], Seen], eps: float) -> Table:
         body.append((what, *(shown(value) for value in (want.y, got.y, want.dx, got.dx))))
     columns = ("wrong divisor", "y by hand", "y measured", "dx by hand", "dx measured")
     same = len({seen[name, SAFE] for name in words}) == 1
-    caption = f"backward's alone: the forward has been mended. At N = {SAFE} " + (
-        f"all four give y = {seen[BOTH, SAFE].y:.7g}, dx = {seen[BOTH, SAFE].dx:.2g}" if same else "they differ too"
-    )
+    caption = (
+        "backward's alone: the forward has been mended. A dx near 0 is the difference of two numbers near 1, which "
+        f"fp32 rounds by some 1e-07, so its digits differ. At N = {SAFE} "
+    ) + (f"all four give y = {seen[BOTH, SAFE].y:.7g}, dx = {seen[BOTH, SAFE].dx:.2g}" if same else "they differ too")
     return Table(f"the backward has a divisor of its own ({N} ones, dy 1)", columns, tuple(body), caption)
 
 
@@ -229,7 +260,12 @@ def notice_table(results: list[CaseResult]) -> Table:
         **{rows(N=n).id: f"{rows().M} x {n}, rows of every size" for n in (SAFE, rows().N)},
     }
     body = tuple((names[r.case], r.detail, f"{r.worst:.3g}") for r in results if r.gate == "noticed")
-    return Table("who notices (the forward's divisor is wrong)", ("test", "verdict", "error/limit"), body)
+    caption = (
+        "error/limit: the worst error as a fraction of the tolerance that verify declares. usual: what kernels are "
+        f"mostly tested with. {NAIVE.N} and {SAFE} are powers of two, their blocks are full; {rows().N} fills half of "
+        "one. Rows of every size: their root mean square runs from 0.001 to 100"
+    )
+    return Table("who notices (the forward's divisor is wrong)", ("test", "verdict", "error/limit"), body, caption)
 
 
 def conclusion(
@@ -243,27 +279,18 @@ def conclusion(
     else:
         keys = ",".join(f"{question.key}=..." for question in questions.QUESTIONS)
         lines.append(f"Nothing was predicted. To say first what you expect: rmsnorm exercise --predict {keys}")
-    for key, entry in told.items():
+    for question in questions.QUESTIONS:
+        entry = told[question.key]
         if entry["verdict"] == "not so":
-            lines.append(
-                f"  {key}: you said {shown(entry['predicted'])}, it is {shown(entry['arithmetic'])}. {WHY[key]}"
-            )
+            said, due = shown(entry["predicted"]), shown(entry["arithmetic"])
+            lines.append(f"  {question.key}: you said {said}, it is {due}. {question.why}")
     mended, right = expected(BACKWARD, N, eps).dx, expected(RIGHT, N, eps).dx
     return [
         *lines,
         f"Why {SAFE} shows nothing: its block is {SAFE} too, so the wrong divisor is the right number.",
-        "Why mending the forward is not enough: the backward takes a mean of its own, of u · x̂. With both divisors "
-        "wrong dx is the true gradient of the wrong y, so that gradcheck passes; with the forward mended y is right "
-        f"everywhere and dx is {mended:.3g} instead of {right:.1g}.",
-        f"Measured on {device.name} ({device.execution}). Next: rmsnorm exercise --list, --fault NAME, --all.",
+        "Why mending the forward is not enough: the backward takes a mean of its own, of dy · gamma · x · rstd. With "
+        "both divisors wrong dx is the true gradient of the wrong y, so that comparing it with finite differences "
+        f"shows nothing; with the forward mended y is right everywhere and dx is {mended:.3g} instead of {right:.3g}.",
+        f"Measured on {device.name} ({device.execution}). Next: rmsnorm exercise --list names the other mistakes, "
+        "--fault NAME runs one; rmsnorm report latest-exercise makes a page of this.",
     ]
-
-
-WHY = {
-    "sum": "The padding lanes hold zeros and add nothing.",
-    "mean": f"It is {N} divided by the {BLOCK} lanes.",
-    "denominator": "The mean is too small, and so is its root.",
-    "output": "x is divided by too small a number, so y is too large, by the square root of 512/257.",
-    "at256": "256 is a power of two: there is no padding, and the divisor happens to be right.",
-    "mended": "The backward divides a mean of its own, which nobody has mended.",
-}

@@ -7,12 +7,13 @@ part too, under names of their own (UNCHANGED), and no gate may object to them.
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rmsnorm_cli import faults
-from rmsnorm_cli.exercise import paragraphs, pool
+from rmsnorm_cli.exercise import pool
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.fault import AUTOGRAD, DETERMINISM, IDENTITIES, KERNELS, NAIVE
 from rmsnorm_cli.inputs.cases import Case
@@ -69,13 +70,22 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         counts=count(results),
         summary=summary,
         tables=(table(rows, device), *missed(rows)),
-        notes=tuple(paragraphs.lines([*false_alarms(rows), *notes(summary, run)])),
+        notes=(*false_alarms(rows), *notes(summary, run)),
         results=tuple(results),
     )
 
 
-def examine(name: str, directory: Path, settings: "Settings", device: "Device") -> Row:
-    """Put one mistake, or an UNCHANGED kernel, to the usual test and every gate; its source is in `directory`."""
+def examine(
+    name: str,
+    directory: Path,
+    settings: "Settings",
+    device: "Device",
+    told: Callable[[str], None] = lambda gate: None,
+) -> Row:
+    """Put one mistake, or an UNCHANGED kernel, to the usual test and every gate; its source is in `directory`.
+
+    `told` is called with the name of each gate that is through.
+    """
     from rmsnorm_cli import gates
     from rmsnorm_cli.exercise.judge import judge
     from rmsnorm_cli.kernels import implementation
@@ -95,6 +105,7 @@ def examine(name: str, directory: Path, settings: "Settings", device: "Device") 
     first = fault.expected if fault is not None and fault.crashes else ()  # behind a crash nothing is asked any more
     for gate in sorted(gates.GATES, key=lambda gate: gate.NAME not in first):
         objection, row.asked[gate.NAME] = first_objection(gate, fresh(), fault, settings, device)
+        told(gate.NAME)
         if objection is not None:
             row.caught[gate.NAME] = objection
             if LOST in objection["detail"]:
@@ -160,18 +171,9 @@ def judged(rows: dict[str, Row], device: "Device") -> list[CaseResult]:
     for fault in faults.CATALOGUE:
         scope = scope_of(fault)
         if fault.name not in rows:
+            why = fault.elsewhere(device.execution)
             results.append(
-                CaseResult(
-                    fault.name,
-                    device.execution,
-                    scope,
-                    "catalogue",
-                    "",
-                    fault.name,
-                    "skipped",
-                    None,
-                    fault.elsewhere(device.execution),
-                )
+                CaseResult(fault.name, device.execution, scope, "catalogue", "", fault.name, "skipped", None, why)
             )
         else:
             results.append(verdict(fault.name, scope, rows[fault.name], not fault.equivalent, device))

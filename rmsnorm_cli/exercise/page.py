@@ -1,12 +1,13 @@
 """`--fault NAME`: one mistake on one page: what it is, who notices, and the wrong value, predicted and measured."""
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli import faults
 from rmsnorm_cli.errors import EnvironmentProblem
-from rmsnorm_cli.exercise import matrix, paragraphs, pool
+from rmsnorm_cli.exercise import matrix, pool, summary
 from rmsnorm_cli.exercise.judge import TENSORS, Judged, judge
 from rmsnorm_cli.faults import Fault, apply
 from rmsnorm_cli.faults.examples import Example
@@ -17,23 +18,26 @@ from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
-    from rmsnorm_cli.console import Console
+    from rmsnorm_cli.console import Console, Progress
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.rundir.run import Run
 
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:
     """Show one mistake; it fails if no gate catches it, or if it does not do what algebra predicts."""
+    from rmsnorm_cli import gates
+
     fault = faults.find(settings.exercise.fault).on(device.execution)
-    for line in heading(fault):
+    texts = story(fault)
+    for line in (*texts, "", *apply.diff(fault).splitlines(), ""):
         console.note(line)
     if reason := fault.elsewhere(device.execution):
-        where = "the interpreter" if device.execution == "cuda" else "a GPU"
-        option = "interpreter" if device.execution == "cuda" else "cuda"
-        raise EnvironmentProblem(f"{fault.name} needs {where}: {reason}; run it with --device {option}")
-    with console.progress("gates", 1) as progress:
-        row = examined(fault, run.dir, settings, device)
-        progress.advance()
+        on_gpu = device.execution == "cuda"
+        where = "the interpreter" if on_gpu else "a GPU"
+        remedy = "with --device interpreter" if on_gpu else "on a machine with a GPU, with --device cuda"
+        raise EnvironmentProblem(f"{fault.name} needs {where}: {reason}; run it {remedy}")
+    with console.progress("gates", len(gates.GATES)) as progress:
+        row = examined(fault, run.dir, settings, device, progress)
     asked = {"usual": NAIVE, "hiding": fault.hiding, "exposing": fault.exposing}
     if fault.exposing == fault.hiding:
         asked = {"usual": NAIVE, "one call": fault.hiding}
@@ -51,39 +55,41 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     ]
     for result in results:
         run.record(result.record())
+    tables = (notice_table(seen), gate_table(fault, row), *value_table(fault, exposed))
+    notes = (*objections(row), *wrong_parts(seen), *matched(fault, exposed))
+    found = {"naive": row.naive, "caught_by": row.caught, "asked": row.asked}
     return Outcome(
         status=overall(count(results)),
         execution=device.execution,
         counts=count(results),
-        summary={"exercise": {"fault": fault.name, "naive": row.naive, "caught_by": row.caught, "asked": row.asked}},
-        tables=(notice_table(seen), gate_table(fault, row), *value_table(fault, exposed)),
-        notes=(
-            *paragraphs.lines([*objections(row), *wrong_parts(seen), *matched(fault, exposed)]),
-            f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/",
-        ),
+        summary={"exercise": {"fault": fault.name, **found, "shown": summary.kept(fault, texts, tables, notes)}},
+        tables=tables,
+        notes=(*notes, f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/"),
         results=tuple(results),
+        said=f"{len(row.caught)} of {len(row.asked)} gates object",
     )
 
 
-def examined(fault: Fault, directory: Path, settings: "Settings", device: "Device") -> matrix.Row:
+def examined(fault: Fault, directory: Path, settings: "Settings", device: "Device", progress: "Progress") -> matrix.Row:
     """Put the mistake to every gate, in a process of its own if it can cost this one its GPU."""
     apply.write(fault, directory)
     if fault.crashes and device.execution == "cuda":
         return next(pool.examined([fault.name], directory, settings, device))
-    return matrix.examine(fault.name, directory, settings, device)
+    return matrix.examine(fault.name, directory, settings, device, lambda gate: progress.advance(1, gate))
 
 
-def heading(fault: Fault) -> list[str]:
-    """Return name, story, sightings and diff."""
-    texts = [fault.story]
+def story(fault: Fault) -> list[str]:
+    """Return name, story, letters and sightings."""
+    texts = [f"{fault.name} ({fault.kernel}, {fault.stage})", fault.story]
+    if re.search(r"x̂|\bu\b", " ".join((fault.story, fault.equivalent))):
+        texts.append(summary.LETTERS)
     if fault.seen:
         texts.append(
             f"Seen in: {', '.join(fault.seen)} (on GitHub; the same kind of mistake, not always in an RMSNorm)."
         )
     if fault.equivalent:
         texts.append(f"No mistake: {fault.equivalent}")
-    first = f"{fault.name} ({fault.kernel}, {fault.stage})"
-    return [first, *paragraphs.lines(texts), "", *apply.diff(fault).splitlines(), ""]
+    return texts
 
 
 def foreseen(fault: Fault, exposed: Judged, device: "Device") -> list[CaseResult]:
@@ -105,7 +111,10 @@ def notice_table(seen: dict[str, tuple[Case | Example, Judged]]) -> Table:
     """Return the verdict of the declared tolerance on the usual test, the hiding and the exposing input."""
     body = tuple((who, *(cell(judged.parts[name]) for name in TENSORS)) for who, (_, judged) in seen.items())
     inputs = "; ".join(f"{who}: {question.id}" for who, (question, _) in seen.items())
-    caption = f"by the declared tolerance; in brackets the worst error as a fraction of it. {inputs}"
+    caption = (
+        "by the declared tolerance; in brackets the worst error as a fraction of it. Inputs, as dtype, shape, values "
+        f"and layout: {inputs}"
+    )
     return Table("who notices", ("input", *TENSORS), body, caption)
 
 
@@ -124,7 +133,8 @@ def gate_table(fault: Fault, row: matrix.Row) -> Table:
         (gate, "caught" if gate in row.caught else "-", "yes" if gate in fault.expected else "", str(asked))
         for gate, asked in row.asked.items()
     )
-    return Table("gates of verify", ("gate", "verdict", "expected", "questions"), body)
+    caption = "-: the gate objected to none of its questions; expected: one that must catch this mistake"
+    return Table("gates of verify", ("gate", "verdict", "expected", "questions"), body, caption)
 
 
 def objections(row: matrix.Row) -> list[str]:

@@ -48,7 +48,7 @@ def find(name: str) -> Fault:
     for fault in CATALOGUE:
         if fault.name == name:
             return fault
-    near = get_close_matches(name, [fault.name for fault in CATALOGUE], n=1)
+    near = get_close_matches(name.lower().replace("_", "-"), [fault.name for fault in CATALOGUE], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"fault: {name!r} is not in the catalogue (rmsnorm exercise --list shows it){hint}")
 
