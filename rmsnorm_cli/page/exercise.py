@@ -1,4 +1,4 @@
-"""A run of `exercise --all` on the page: which check catches which mistake."""
+"""A run of `exercise` on the page: one mistake as it was shown, or which check catches which mistake."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ LIMITS = (
 def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[Markup | Drawing]:
     """Yield what stands on the page, from the run's summary."""
     if "matrix" not in summary:
-        yield html.element("p", "This run looked at one mistake; the matrix is drawn for `rmsnorm exercise --all`.")
+        yield from _one(summary["exercise"])
         return
     found, score = summary["matrix"], summary["score"]
     yield html.element("h3", "Which check catches which mistake")
@@ -46,6 +46,23 @@ def parts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator
         yield html.table(Table("not in the score", ("change", "standing", "why"), tuple(aside)))
     yield html.element("h3", "What this matrix does not show")
     yield html.bullets(LIMITS)
+
+
+def _one(found: Mapping[str, Any]) -> Iterator[Markup]:
+    """Yield one mistake as the command showed it: what it is, the change, the tables, what there is to say."""
+    shown = found.get("shown")
+    yield html.element("h3", f"The mistake: {found['fault']}")
+    if not shown:
+        yield html.element("p", "An earlier version of the tool ran this and kept nothing to show; run it again.")
+        return
+    yield from (html.element("p", text) for text in shown["texts"])
+    yield html.scrolling(html.element("pre", shown["diff"]), "what is changed")
+    for table in shown["tables"]:
+        made = Table(**table)
+        yield html.element("h3", made.title)
+        yield html.table(made)
+    yield html.element("h3", "In words")
+    yield html.bullets(shown["notes"])
 
 
 def _kernel(entry: Mapping[str, Any]) -> str:

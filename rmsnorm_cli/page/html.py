@@ -69,8 +69,12 @@ def table(made: Table) -> Markup:
     head = element("thead", [element("tr", [element("th", name, scope="col") for name in made.columns])])
     rows = [element("tr", [_cell(cell) for cell in row]) for row in made.rows]
     inner = element("table", [head, element("tbody", rows)])
-    scrolling = element("div", [inner], class_="scroll", tabindex="0", role="region", aria_label=made.title)
-    return Markup(scrolling + (element("p", made.caption, class_="soft") if made.caption else ""))
+    return Markup(scrolling(inner, made.title) + (element("p", made.caption, class_="soft") if made.caption else ""))
+
+
+def scrolling(inner: Markup, label: str) -> Markup:
+    """Return what may be wider than the page, in a box that scrolls by itself."""
+    return element("div", [inner], class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def _cell(content: str) -> Markup:

@@ -8,10 +8,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from rmsnorm_cli import faults
 from rmsnorm_cli.bench import rows, summary, tables
 from rmsnorm_cli.commands import report as command
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError
+from rmsnorm_cli.exercise.summary import kept
+from rmsnorm_cli.results import Table
 from rmsnorm_cli.timing import Sample, Session
 
 RULES = rows.Rules(0.01, 0.99, 300, 20, 0.02)
@@ -290,6 +293,26 @@ def invented(where, page):
 
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
+
+
+def test_the_page_of_one_mistake_has_its_change_its_tables_and_what_was_said(tmp_path):
+    """Made from what the command keeps, once through JSON as a run does."""
+    tables = (Table("who notices", ("input", "y"), (("usual", "right (0.25)"),), "a <caption>"),)
+    shown = kept(faults.find("not-divided"), ["a story of x < y"], tables, ["fit: it divides by `1`"])
+    made_run(tmp_path, "one", "exercise", summary={"exercise": {"fault": "not-divided", "shown": shown}})
+    command.report(["one"], None, tmp_path, Console(quiet=True))
+    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
+    for part in ("a story of x &lt; y", "+    mean_square = tl.sum(x * x, axis=0)\n", "<h3>who notices</h3>",
+                 "right (0.25)", "a &lt;caption&gt;", "fit: it divides by <code>1</code>"):  # fmt: skip
+        assert part in page
+
+
+def test_a_run_of_one_mistake_by_an_earlier_version_has_a_page_that_says_so(tmp_path):
+    made_run(tmp_path, "one", "exercise", summary={"exercise": {"fault": "not-divided"}})
+    command.report(["one"], None, tmp_path, Console(quiet=True))
+    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
+    assert "The mistake: not-divided" in page
+    assert "kept nothing to show; run it again" in page
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
