@@ -66,7 +66,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
         tables=tables,
         notes=(*notes, f"changed source and diff: {run.path(apply.FOLDER)}/{fault.name}/"),
         results=tuple(results),
-        said=f"{len(row.caught)} of {len(row.asked)} gates object",
+        said=f"caught by {len(row.caught)} of {len(row.asked)} gates",
     )
 
 

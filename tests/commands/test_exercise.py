@@ -213,6 +213,7 @@ def test_an_equivalent_change_passes_because_nobody_objects(tmp_path):
     outcome, _ = perform(tmp_path, fault="gamma-padding-of-ones")
     assert outcome.status == "passed"
     assert "caught by no gate" in outcome.results[0].detail
+    assert outcome.said == "caught by 0 of 9 gates"
 
 
 @pytest.mark.skipif(ON_GPU, reason="it runs on a GPU")
