@@ -65,7 +65,7 @@ def test_as_float64_up_to_the_roundings_that_must_be(M, N, dtype, device):
     judge(x, gamma, dy, *run(x, gamma, dy))
 
 
-@pytest.mark.parametrize("N", [1, 257, 512, 1024, 4096, 4100, 16384, 20480, 32768, 131072])
+@pytest.mark.parametrize("N", [1, 257, 512, 1024, 2048, 4096, 16384, 20480, 131072])
 def test_y_has_the_same_bits_where_rstd_is_not_kept(N, device):
     """Without a derivative to come, narrow rows keep no rstd, nor the memory for it; y is the same."""
     x, gamma, _ = draw(5, N, torch.bfloat16, device)
@@ -73,7 +73,7 @@ def test_y_has_the_same_bits_where_rstd_is_not_kept(N, device):
     alone, none = fused.forward(x, gamma, 1e-6, need_rstd=False)
     assert torch.equal(y, alone)
     assert rstd.shape == (5,)
-    assert none is None or N > 32768, "wide rows are shared, or walked in chunks, and keep it all the same"
+    assert (none is None) == (N <= 1024), "wide rows, which do not feel it, keep it all the same"
 
 
 @pytest.mark.parametrize("N", [8191, 12000, 16384, 20480, 32768, 65537, 131072])
