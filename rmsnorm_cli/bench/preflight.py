@@ -12,7 +12,8 @@ from rmsnorm_cli.bench.workload import Buffers, Cell
 from rmsnorm_cli.errors import RmsnormError
 from rmsnorm_cli.gates.gate import classified
 from rmsnorm_cli.kernels import Implementation
-from rmsnorm_cli.kernels.foreign import ForeignFailure, ForeignWorker
+from rmsnorm_cli.kernels.foreign import ForeignWorker
+from rmsnorm_cli.kernels.foreign_common import ForeignFailure
 from rmsnorm_cli.kernels.peers import Rounding
 
 

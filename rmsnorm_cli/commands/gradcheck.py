@@ -173,7 +173,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     total = len(shapes) * len(names)
     with ExitStack() as stack, console.progress("gradcheck", total) as progress, one_thread(device.execution):
         place, rounding = device.torch_device, settings.run.rounding
-        for impl in [stack.enter_context(opened(name, place, rounding)) for name in names]:
+        for impl in [stack.enter_context(opened(name, place, rounding, keep=run.write)) for name in names]:
             for result in ask(impl, shapes, settings, device, progress):
                 run.record(result.record())
                 results.append(result)

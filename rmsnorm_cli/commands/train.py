@@ -76,8 +76,9 @@ def chosen(settings: "Settings", run: "Run", device: "Device", stack: ExitStack)
         return faults.implementation(settings.train.fault, run.dir)
     from rmsnorm_cli.kernels.foreign import opened
 
-    found = stack.enter_context(opened(settings.run.impl[0], device.torch_device, settings.run.rounding))
-    return around_one(found) if found.isolated and settings.run.rounding == "gemma" else found
+    rounding = settings.run.rounding
+    found = stack.enter_context(opened(settings.run.impl[0], device.torch_device, rounding, keep=run.write))
+    return around_one(found) if found.isolated and rounding == "gemma" else found
 
 
 def around_one(found: "Implementation") -> "Implementation":

@@ -43,7 +43,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
     with ExitStack() as stack:
         table, rounding = settings.verify, settings.run.rounding
         judged = [
-            stack.enter_context(opened(name, device.torch_device, rounding, table.timeout))
+            stack.enter_context(opened(name, device.torch_device, rounding, table.timeout, run.write))
             for name in settings.run.impl
         ]
         examined = controls.examine(device.execution, device.torch_device, in_force)

@@ -69,8 +69,9 @@ def _refused(asked: Asked, question: ContractQuestion, problem: Exception, trace
     kinds = {kind.__name__ for kind in type(problem).__mro__}
     if not asked.impl.ours:
         crashed = classified(asked.impl, problem)
-        status = "error" if crashed.status == "error" else "passed"
-        return asked.verdict("contract", status, f"refused: {crashed.text}")  # type: ignore[arg-type]
+        if crashed.status == "error":
+            return asked.verdict("contract", "error", crashed.text)
+        return asked.verdict("contract", "passed", f"refused: {crashed.text}")
     if "ContractError" not in kinds:
         return asked.verdict("contract", "failed", f"raised {type(problem).__name__}, not a ContractError: {said}")
     if question.about not in said.replace("(", " ").replace(",", " ").split():

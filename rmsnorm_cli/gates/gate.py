@@ -167,7 +167,7 @@ def classified(impl: "Implementation", problem: Exception) -> Problem:
 
     A machine on which nothing can be compiled, or kept, says nothing of the implementation: that ends the command.
     """
-    if not impl.isolated and of_the_machine(problem):
+    if of_the_machine(problem):  # of an isolated one: its process answers with exceptions of ours
         raise problem
     text = " ".join(str(problem).split()) or "no message"
     text = f"{type(problem).__name__}: {text[:300]}"

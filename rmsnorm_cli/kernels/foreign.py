@@ -7,8 +7,10 @@ derivative is refused and the like are properties of the wrapper here, not of th
 """
 
 import contextlib
+import errno
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +27,13 @@ import torch
 from torch import Tensor
 
 from rmsnorm_cli.kernels.api import BUILT_IN, Implementation, implementation
-from rmsnorm_cli.kernels.contract import ContractError
+from rmsnorm_cli.kernels.foreign_common import (
+    ForeignCrashed,
+    ForeignFailure,
+    ForeignRefused,
+    ForeignTimeout,
+    stored,
+)
 from rmsnorm_cli.kernels.lookup import UnknownImplementation
 from rmsnorm_cli.kernels.peers import PACKAGES, MissingPackage, Rounding
 
@@ -38,43 +46,31 @@ MEMORY_HINT = ", as a write or read outside of its tensors does: look for a miss
 OUTPUT_TAIL = 2000
 """How many of the last characters that a dead process printed are shown."""
 
+OUTPUT_KEPT = 64 * 1024
+"""How many of the last bytes that an implementation printed are handed on when its work is done."""
+
+Keep = Callable[[str, bytes], object]
+"""Takes a file's name and its content."""
+
 
 IN_PROCESS = tuple(name for name in BUILT_IN if name not in PACKAGES)
 """The implementations that are ours or PyTorch's own; everyone else's runs apart."""
 
 
 @contextlib.contextmanager
-def opened(name: str, device: str, rounding: Rounding = "fp32", timeout: float = 60.0) -> Iterator[Implementation]:
+def opened(
+    name: str, device: str, rounding: Rounding = "fp32", timeout: float = 60.0, keep: Keep | None = None
+) -> Iterator[Implementation]:
     """Hold an implementation while the block lasts: from this process if it is in IN_PROCESS, else from one of its own.
 
+    `keep` takes what one in its own process printed, if anything, as printed/<name>.txt.
     Raises what `implementation()` and starting a ForeignWorker raise.
     """
     if name in IN_PROCESS:
         yield implementation(name, rounding)
     else:
-        with ForeignWorker(name, device, timeout, rounding) as worker:
+        with ForeignWorker(name, device, timeout, rounding, keep) as worker:
             yield worker.implementation
-
-
-class ForeignRefused(ContractError):
-    """The implementation raised an exception: it declines this input."""
-
-
-class ForeignFailure(RuntimeError):
-    """The implementation gave no answer at all; the next call starts a fresh process."""
-
-
-class ForeignCrashed(ForeignFailure):
-    """The process ended (a fault, os._exit, sys.exit), or its GPU context was lost (`exit_code` None)."""
-
-    def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
-        self.exit_code = exit_code
-        self.output = output
-        super().__init__(f"{message}; it last printed:\n{output}" if output else message)
-
-
-class ForeignTimeout(ForeignFailure):
-    """The process did not answer in time and was killed."""
 
 
 class ForeignWorker:
@@ -82,15 +78,24 @@ class ForeignWorker:
 
     `name` is any that `implementation()` takes; `device` is made the current GPU of the process; `timeout` is in
     seconds, for each forward and each backward. Starting raises UnknownImplementation or MissingPackage as
-    `implementation()` does. `implementation` is the one to hand to whatever takes an Implementation; `mutated` names
-    the inputs that the last call wrote to, which is done to the caller's tensors as well, as it would be in-process.
+    `implementation()` does. `keep` is given what it printed, at the end. `implementation` is the one to hand to
+    whatever takes an Implementation; `mutated` names the inputs that the last call wrote to, which is done to the
+    caller's tensors as well, as it would be in-process.
     """
 
-    def __init__(self, name: str, device: str = "cpu", timeout: float = 60.0, rounding: Rounding = "fp32") -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str = "cpu",
+        timeout: float = 60.0,
+        rounding: Rounding = "fp32",
+        keep: Keep | None = None,
+    ) -> None:
         self.name = name
         self.device = device
         self.timeout = timeout
         self.rounding = rounding
+        self.keep = keep
         self.mutated: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # on CUDA the backward comes from the engine's own thread
@@ -98,7 +103,8 @@ class ForeignWorker:
         self._calls = 0
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="rmsnorm-foreign-")
+        self._folder = tempfile.TemporaryDirectory(prefix="rmsnorm-foreign-", ignore_cleanup_errors=True)
+        self._output = Path(self._folder.name) / "output.txt"
         try:
             facts = self._start()
         except BaseException:
@@ -113,7 +119,13 @@ class ForeignWorker:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._kill()
-        self._folder.cleanup()
+        try:
+            printed = self._printed(OUTPUT_KEPT)
+            if self.keep is not None and printed and kind is None:
+                name = re.sub(r"[^\w.-]+", "-", self.name).strip(".-")
+                self.keep(f"printed/{name}.txt", printed)
+        finally:
+            self._folder.cleanup()
 
     def __call__(self, x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         """Run the forward there; the backward follows through autograd."""
@@ -153,8 +165,9 @@ class ForeignWorker:
         program = "import sys; from rmsnorm_cli.kernels.foreign_child import serve; serve(sys.argv[1:])"
         here = str(Path(__file__).parents[2])  # the child may start where this package is not installed
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), here]))
-        self._output = Path(self._folder.name) / "output.txt"
-        with self._output.open("wb") as output:
+        os.makedirs(self._folder.name, exist_ok=True)  # it may have removed that
+        with self._output.open("ab") as output:
+            self._begun = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -185,7 +198,11 @@ class ForeignWorker:
             if self._process is None:
                 self._start()
             question, reply = (str(Path(self._folder.name) / f"{kind}.pt") for kind in ("question", "reply"))
-            torch.save(sent, question)
+            try:
+                stored(sent, question)
+            except FileNotFoundError as problem:
+                self._kill()
+                raise ForeignCrashed(f"{self.name}: the folder of its questions was removed") from problem
             forget = [self._forgotten.pop() for _ in range(len(self._forgotten))]
             line = json.dumps(request | {"question": question, "reply": reply, "forget": forget})
             try:
@@ -193,7 +210,10 @@ class ForeignWorker:
             except BrokenPipeError:
                 self._died(request["do"])
             answer = self._answer(self.timeout, request["do"])
-            result = torch.load(reply, weights_only=True)
+            try:
+                result = torch.load(reply, weights_only=True)
+            except Exception as problem:  # whatever is in the file: it holds no answer of this process's
+                raise ForeignFailure(f"{self.name}: its answer cannot be read ({type(problem).__name__})") from problem
             self.mutated = tuple(result["written"])
             ours = sent | (held or {})
             for name, contents in result["written"].items():
@@ -215,7 +235,15 @@ class ForeignWorker:
             elif self._process.poll() is not None and not select.select([self._answer_fd], [], [], 0)[0]:
                 self._died(doing)
         line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # something else of that process wrote to the pipe
+            self._kill()
+            raise ForeignCrashed(f"{self.name}: it wrote into the pipe of its answers, so it was ended")
+        if answer.get("problem") == "machine" and answer["errno"] != errno.ENOENT:
+            raise OSError(answer["errno"], answer["text"], self._folder.name)
         if "problem" in answer:
             self._raise(answer["problem"], answer["text"])
         return answer
@@ -240,9 +268,18 @@ class ForeignWorker:
             code = 0
         self._kill()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        output = self._output.read_text(errors="replace").strip()[-OUTPUT_TAIL:]
+        output = self._printed(OUTPUT_TAIL, self._begun).decode(errors="replace").strip()
         hint = MEMORY_HINT if -code in MEMORY_SIGNALS else ""
         raise ForeignCrashed(f"{self.name}: the process {how} during {doing}{hint}", code, output)
+
+    def _printed(self, most: int, begin: int = 0) -> bytes:
+        """Return the last bytes that were printed, not from before `begin`."""
+        try:
+            with self._output.open("rb") as file:
+                file.seek(max(begin, os.fstat(file.fileno()).st_size - most))
+                return file.read()
+        except FileNotFoundError:  # it removed even that
+            return b""
 
 
 class Graph:

@@ -66,5 +66,8 @@ def _load_file(name: str, path: Path) -> ModuleType:
 
 def one_line(problem: BaseException) -> str:
     """Return an exception's class and message as one line for a report."""
-    text = " ".join(str(problem).split())
+    try:
+        text = " ".join(str(problem).split())
+    except Exception:  # a stranger's class may fail at this too
+        text = ""
     return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

@@ -13,7 +13,7 @@ from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.judging.tolerances import DECLARED
 from rmsnorm_cli.kernels import implementation
 from rmsnorm_cli.kernels.contract import INTERPRETED
-from rmsnorm_cli.kernels.foreign import ForeignRefused, ForeignTimeout
+from rmsnorm_cli.kernels.foreign_common import ForeignRefused, ForeignTimeout
 from rmsnorm_cli.kernels.tables import CHUNK_TILE, backward_table
 
 

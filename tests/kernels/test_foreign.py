@@ -8,25 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from rmsnorm_cli.errors import of_the_machine
+from rmsnorm_cli.gates.gate import attempt
 from rmsnorm_cli.kernels import ContractError, MissingPackage, UnknownImplementation
-from rmsnorm_cli.kernels.foreign import (
-    ForeignCrashed,
-    ForeignFailure,
-    ForeignRefused,
-    ForeignTimeout,
-    ForeignWorker,
-)
+from rmsnorm_cli.kernels.foreign import ForeignWorker
+from rmsnorm_cli.kernels.foreign_common import ForeignCrashed, ForeignFailure, ForeignRefused, ForeignTimeout
 
 close = torch.testing.assert_close
 
 SOURCE = '''
-import os, signal, subprocess, sys, time
+import os, pathlib, shutil, signal, subprocess, sys, time
 import torch
 
 def right(x, gamma, eps):
     print("chatter"); print("more chatter", file=sys.stderr); os.write(1, b"raw chatter\\n")
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (y if gamma is None else y * gamma.float()).to(x.dtype)
+
+class Silent(Exception):
+    def __str__(self): return 3
+
+class Mine(torch.Tensor): pass
+
+buffer = torch.zeros(64)
+
+def is_pipe(fd):
+    try: return os.write(fd, b"") == 0 and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
+    except OSError: return False
 
 def acts(x, gamma, eps):
     """Misbehave as eps says, so that one process can be asked for everything."""
@@ -41,6 +49,21 @@ def acts(x, gamma, eps):
         case 9: return right(x, gamma, eps).detach()
         case 10: os.closerange(3, 100)
         case 11: raise ValueError(f"gamma is on {gamma.device}")
+        case 12: raise MemoryError
+        case 13: raise KeyboardInterrupt
+        case 14: raise Silent
+        case 15: os.fork()
+        case 16: return right(x, gamma, eps).to_sparse()
+        case 17: return right(x, gamma, eps).as_subclass(Mine)
+        case 18: return torch.nested.nested_tensor([right(x, gamma, eps)])
+        case 19: torch.manual_seed(0)
+        case 20: torch.set_default_dtype(torch.float64)
+        case 21: torch.set_num_threads(torch.get_num_threads() + 1)
+        case 22: os.chdir("/")
+        case 23: return torch._neg_view(-right(x, gamma, eps))
+        case 24: [os.write(fd, b"[1, 2]\\n") for fd in range(3, 40) if is_pipe(fd)]
+        case 25: return buffer[:x.numel()].view(x.shape).copy_(right(x, gamma, eps).detach())
+        case 26: shutil.rmtree(pathlib.Path(os.readlink("/proc/self/fd/1")).parent)
     return right(x, gamma, eps)
 
 class Eager(torch.autograd.Function):
@@ -161,6 +184,100 @@ def test_the_end_of_the_process_is_a_named_error(worker, operands, eps, code, sa
     close(worker(*operands, 1e-6), y)
     with pytest.raises(ForeignCrashed, match="the process that ran this forward has ended"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("eps", "error", "says"),
+    [
+        (12.0, ForeignFailure, "MemoryError$"),
+        (13.0, ForeignCrashed, "KeyboardInterrupt$"),
+        (14.0, ForeignRefused, "Silent$"),
+        (16.0, ForeignFailure, r"it returned a tensor that is torch\.sparse_coo: return a dense one"),
+        (17.0, ForeignFailure, "it returned a Mine, a subclass of torch.Tensor: return a plain tensor"),
+        (18.0, ForeignFailure, "it returned a tensor that is nested: return a dense one"),
+        (24.0, ForeignCrashed, "it wrote into the pipe of its answers"),
+        (26.0, ForeignCrashed, "the folder of its questions was removed|No such file"),
+    ],
+)
+def test_whatever_else_it_does_is_one_named_error_in_one_line(eps, error, says, worker, operands):
+    """Neither a refusal that it is not, nor our own traceback, nor the end of the caller."""
+    with pytest.raises(error, match=says) as problem:
+        worker(*operands, eps)
+    assert "\n" not in str(problem.value)
+    assert isinstance(problem.value, ForeignRefused) == (error is ForeignRefused)
+    assert worker(*operands, 1e-6).shape == (1, 2)
+
+
+def test_a_copy_of_itself_that_it_made_does_not_answer(worker, operands):
+    """A fork that comes back from the call would answer too, and the next question would get its answer."""
+    for columns in (2, 3, 4):
+        x = torch.arange(1.0, columns + 1, device=operands[0].device).reshape(1, columns)
+        close(worker(x, None, 15.0), x / (x.square().mean() + 15).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("eps", "what"),
+    [
+        (19.0, "the state of torch's generator"),
+        (20.0, "torch's default dtype"),
+        (21.0, "torch's number of threads"),
+        (22.0, "the current folder"),
+    ],
+)
+def test_what_it_changes_for_the_whole_process_is_named(eps, what, folder, operands, monkeypatch):
+    """Right numbers, and every line of the caller's that comes after is another program's."""
+    monkeypatch.chdir(folder)
+    with (
+        ForeignWorker("theirs:acts", str(operands[0].device)) as worker,
+        pytest.raises(ForeignFailure, match=f"it changed {what} for the whole process"),
+    ):
+        worker(*operands, eps)
+
+
+def test_a_result_that_a_later_call_overwrites_is_named(worker):
+    """Two calls that answer from one buffer: each answer is right, until the next one comes."""
+    first, second = torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0, 12.0]])
+    worker(first, None, 25.0)
+    with pytest.raises(ForeignFailure, match="it wrote to y of the call before"):
+        worker(second, None, 25.0)
+    assert worker(first, None, 1e-6).shape == (1, 2)
+
+
+def test_a_result_whose_sign_is_a_flag_is_the_number_it_stands_for(worker, operands):
+    y = worker(*operands, 23.0)
+    assert not y.is_neg()
+    close(y, operands[0] / (operands[0].square().mean() + 23).sqrt())
+
+
+def test_what_it_printed_is_handed_on(folder, operands, monkeypatch):
+    """Print statements are how people look into their kernels; nothing printed, nothing kept."""
+    monkeypatch.chdir(folder)
+    kept = {}
+    with ForeignWorker("theirs:acts", str(operands[0].device), keep=kept.__setitem__) as worker:
+        worker(*operands, 1e-6)
+        with pytest.raises(ForeignCrashed):
+            worker(*operands, 3.0)
+        worker(*operands, 1e-6)
+    (name,) = kept
+    assert name == "printed/theirs-acts.txt"
+    assert kept[name].count(b"raw chatter") == 2
+    kept.clear()
+    with ForeignWorker("theirs.py:process", str(operands[0].device), keep=kept.__setitem__) as worker:
+        worker(*operands, 1e-6)
+    assert kept == {}
+
+
+@pytest.mark.parametrize("end", ["question", "reply"])
+def test_a_full_disk_is_the_machines_and_no_refusal(end, folder, operands, monkeypatch):
+    """Whoever cannot be asked has not declined: PyTorch's own writer says nothing of the disk."""
+    monkeypatch.chdir(folder)
+    with ForeignWorker("theirs:acts", str(operands[0].device)) as worker:
+        os.symlink("/dev/full", Path(worker._folder.name) / f"{end}.pt")
+        with pytest.raises(OSError, match="No space left") as problem:
+            worker(*operands, 1e-6)
+        with pytest.raises(OSError, match="No space left"):
+            attempt(worker.implementation, lambda: worker(*operands, 1e-6), operands[0])
+    assert of_the_machine(problem.value)
 
 
 def test_a_closed_pipe_is_a_crash(worker, operands):
