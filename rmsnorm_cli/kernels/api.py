@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -96,6 +97,8 @@ def from_pair(pair: KernelPair, accepts: Callable[[CallSpec], str | None]) -> Im
 
 def _reference(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     y = reference.forward(x, gamma, check_call(x, gamma, eps))
+    if torch.compiler.is_compiling():  # a graph of plain operations: nothing here would be called when it runs
+        return y
     count("reference", "forward")
     if y.requires_grad:
         y.register_hook(lambda _: count("reference", "backward"))  # type: ignore[no-untyped-call]
@@ -108,6 +111,11 @@ _looked_up: dict[str, Implementation] = {}
 def _resolved(impl: str | Implementation) -> Implementation:
     if isinstance(impl, Implementation):
         return impl
+    if not isinstance(impl, str):
+        raise UnknownImplementation(
+            f"impl is a {type(impl).__name__}: it must be the name of an implementation, such as 'fused', "
+            "or an Implementation, which holds a callable"
+        )
     if impl not in _looked_up:
         _looked_up[impl] = implementation(impl)
     return _looked_up[impl]
@@ -147,7 +155,10 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         _resolved(impl)  # an unknown name is refused here, not at the first forward
         eps = DEFAULT_EPS if eps is None else eps_value(eps)
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        one = isinstance(normalized_shape, numbers.Integral)  # NumPy's too
+        shape = [int(normalized_shape)] if one else list(normalized_shape)  # type: ignore[arg-type]
+        if not shape:
+            raise ContractError("normalized_shape is (): it must name at least one dimension, such as RMSNorm(4096)")
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         self.impl = impl
 

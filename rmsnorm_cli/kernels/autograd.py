@@ -96,6 +96,8 @@ def differentiable(pair: KernelPair) -> Callable[[Tensor, Tensor | None, float],
         if torch.compiler.is_compiling():
             if pair.op is not None:
                 return pair.op(x, gamma, eps)
+            if torch.compiler.is_exporting():  # which cannot leave its graph and come back
+                raise ContractError(f"{name} is no registered operator and cannot be exported: use impl='fused'")
             # Dynamo would trace into the launch: break its graph here, and run as without it.
             untraced: Tensor = torch.compiler.disable(call)(x, gamma, eps)  # type: ignore[no-untyped-call]
             return untraced
@@ -157,8 +159,8 @@ def _gradient(
     pair: KernelPair, dy: Tensor, x: Tensor, gamma: Tensor | None, rstd: Tensor, need_dx: bool, need_dgamma: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run the backward kernel, on a contiguous copy of dy where it needs one; dy itself is never written."""
-    if pair.contiguous_dy and not dy.is_contiguous():
-        dy = dy.contiguous()
+    if pair.contiguous_dy and (dy.is_neg() or not dy.is_contiguous()):
+        dy = dy.resolve_neg().contiguous()  # a negative view is contiguous without its sign
         count(pair.name, "copies")
     dx, dgamma = pair.backward(dy, x, gamma, rstd, need_dx=need_dx, need_dgamma=need_dgamma)
     count(pair.name, "backward")

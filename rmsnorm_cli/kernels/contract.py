@@ -72,7 +72,10 @@ def eps_value(eps: object) -> float:
             )
         value = float(eps.item())
     elif isinstance(eps, numbers.Real) and not isinstance(eps, bool):
-        value = float(eps)
+        try:
+            value = float(eps)
+        except OverflowError:  # an integer or a fraction beyond the largest float
+            value = math.inf
     else:
         raise ContractError(f"eps is {eps!r} of type {type(eps).__name__}: it must be a number above 0")
     if not math.isfinite(value) or value <= 0:
@@ -174,17 +177,43 @@ def check_call(
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise ContractError(f"{name} is a {type(tensor).__name__}: it must be a torch.Tensor")
+    if tensor.is_nested and tensor.layout == torch.strided:  # it has no shape to speak of
+        raise ContractError(
+            f"{name} is a nested tensor, of rows that differ in length: hand over its parts one by one, "
+            "or torch.nested.to_padded_tensor of it"
+        )
     if tensor.layout != torch.strided:
         raise ContractError(f"{name} has layout {tensor.layout}: it must be a dense tensor, torch.strided")
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that stands for others, as a sharded one does: its address is 0, where a kernel would read."""
+    """Refuse a tensor without memory of its own: its address is 0, where a kernel would read.
+
+    One that stands for others, as a sharded one does, one whose memory was freed, and one of torch.jit's tracer, which
+    records operations of PyTorch and knows of no kernel.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise ContractError(
+            "torch.jit.trace records PyTorch's own operations and no Triton kernel: use torch.export or torch.compile, "
+            "or impl='reference'"
+        )
     if is_traceable_wrapper_subclass(tensor):
         raise ContractError(
             f"{name} is a {type(tensor).__name__}, whose numbers lie in other tensors: hand over a plain one; of a "
             f"DTensor that is {name}.full_tensor(), or {name}.to_local() where the part here holds whole rows"
         )
+    if tensor.numel() and not _address(tensor):
+        raise ContractError(
+            f"{name} is a {type(tensor).__name__} without memory: it was freed, as FSDP does with weights between "
+            "its forwards, or its numbers lie elsewhere; hand over a plain tensor that holds them"
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return 0
 
 
 def check_rowwise(x: Tensor, gamma: Tensor | None, eps: object) -> float:
@@ -213,7 +242,6 @@ def check_fused(x: Tensor, gamma: Tensor | None, eps: object) -> float:
 
 def check_gradient(dy: Tensor, x: Tensor) -> None:
     """Refuse a dy that does not match x in shape, dtype or device, or that is not contiguous."""
-    check_memory("dy", dy)
     for what, got, expected in (
         ("shape", tuple(dy.shape), tuple(x.shape)),
         ("dtype", dy.dtype, x.dtype),
@@ -221,5 +249,8 @@ def check_gradient(dy: Tensor, x: Tensor) -> None:
     ):
         if got != expected:
             raise ContractError(f"dy has {what} {got}: it must have the {what} of x, {expected}")
+    check_memory("dy", dy)
+    if dy.is_neg():
+        raise ContractError("dy is a negative view of a complex tensor: call dy.resolve_neg() first")
     if not dy.is_contiguous():
         raise ContractError(f"dy has strides {dy.stride()}: the kernel reads it contiguous; call dy.contiguous() first")

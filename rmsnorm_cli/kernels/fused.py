@@ -47,7 +47,8 @@ _place: Any = (lambda tensor: tensor.device) if INTERPRETED else Tensor.get_devi
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     """Return what of a tensor can decide a launch, the contract's answer included."""
     kind, address = type(tensor), tensor.data_ptr()  # a sharded tensor looks like a plain one but for its type
-    return kind, tensor.shape, tensor.stride(), tensor.dtype, address & 15, _place(tensor), tensor.is_neg()
+    lies = address & 15 if address else None  # None: freed, where a plan made for an aligned one would read
+    return kind, tensor.shape, tensor.stride(), tensor.dtype, lies, _place(tensor), tensor.is_neg()
 
 
 def forward(x: Tensor, gamma: Tensor | None, eps: float, *, need_rstd: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -96,12 +97,12 @@ def backward(
     key = (_key(dy), _key(x), None if gamma is None else _key(gamma), need_dx, need_dgamma)
     plan = _backward_plans.get(key)
     if plan is None:
-        check_memory("dy", dy)
         if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
             raise ContractError(
                 f"dy is {tuple(dy.shape)}, {dy.dtype}, on {dy.device}: it must be as y, "
                 f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
             )
+        check_memory("dy", dy)
         if dy.is_neg() or x.is_neg() or (gamma is not None and gamma.is_neg()):
             positive = None if gamma is None else gamma.resolve_neg()
             dy, x = dy.resolve_neg(), x.resolve_neg()

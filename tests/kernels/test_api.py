@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -125,6 +126,16 @@ def test_module_and_function_refuse_an_unknown_name(device):
         RMSNorm(3, impl="rowise")
     with pytest.raises(UnknownImplementation, match=r"known are .*package\.module:callable"):
         rms_norm(torch.ones(1, 2, device=device), None, impl="nothing like it")
+    for stranger in (None, torch.nn.functional.rms_norm, 3):
+        with pytest.raises(UnknownImplementation, match=r"impl is a .*it must be the name of an implementation"):
+            RMSNorm(3, impl=stranger)
+
+
+def test_module_takes_every_integer_as_a_width_and_no_empty_shape(device):
+    """A width read from an array, as torch.nn.RMSNorm takes it."""
+    assert RMSNorm(numpy.int64(3), device=device)(torch.ones(1, 3, device=device)).shape == (1, 3)
+    with pytest.raises(ContractError, match=r"normalized_shape is \(\)"):
+        RMSNorm(())
 
 
 def test_an_implementation_may_be_passed_itself(device):

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from rmsnorm_cli.kernels import RMSNorm, reference, rms_norm
+from rmsnorm_cli.kernels import ContractError, RMSNorm, reference, rms_norm
 
 COUNT = """
 import json, os, sys
@@ -154,6 +154,28 @@ def test_a_compiled_network_equals_the_eager_one_at_every_row_count(name, device
             torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-5)
     assert len(graphs) <= 2 if name == "fused" else len(graphs) <= 8
     torch._dynamo.reset()
+
+
+@pytest.mark.case("B55")
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_can_be_exported_is_and_the_rest_says_so(strict, free, device):
+    """An exporter takes no graph break: `reference` is plain operations, `fused` one operator, `rowwise` neither."""
+    x = torch.arange(12.0, device=device).reshape(3, 4)
+    norm = RMSNorm(4, device=device, impl=free)
+    exported = torch.export.export(norm, (x,), strict=strict).module()
+    torch.testing.assert_close(exported(x), norm(x), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.case("B55")
+def test_what_no_tracer_can_record_is_refused_with_the_way_out(device):
+    x = torch.ones(3, 4, device=device)
+    with pytest.raises(ContractError, match=r"rowwise .*cannot be exported: use impl='fused'"):
+        torch.export.export(RMSNorm(4, device=device, impl="rowwise"), (x,), strict=False)
+    for name in ("rowwise", "fused"):
+        with pytest.raises(ContractError, match=r"torch\.jit\.trace records .*use torch\.export or torch\.compile"):
+            torch.jit.trace(RMSNorm(4, device=device, impl=name), (x,))
+    traced = torch.jit.trace(RMSNorm(4, device=device, impl="reference"), (x,))
+    assert torch.equal(traced(2 * x), rms_norm(2 * x, torch.ones(4, device=device), impl="reference"))
 
 
 @pytest.mark.case("B56")

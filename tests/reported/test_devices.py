@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmsnorm_cli.kernels import ContractError, RMSNorm, rms_norm
 
@@ -101,3 +102,38 @@ def test_a_meta_or_sparse_x_is_refused_by_name(name, gradient, device):
         rms_norm(torch.empty(2, 4, device="meta"), torch.empty(4, device="meta", requires_grad=gradient), impl=name)
     with pytest.raises(ContractError, match=r"x has layout torch\.sparse_coo"):
         rms_norm(torch.ones(2, 4, device=device).to_sparse(), gamma, impl=name)
+
+
+@pytest.mark.case("B50")
+@pytest.mark.parametrize("name", ["rowwise", "fused"])
+@pytest.mark.parametrize("of", ["x", "gamma"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_memory_that_was_freed_is_refused_by_name(warm, of, name, device):
+    """A sharded weight keeps its shape between forwards and loses its memory: a kernel would read address 0."""
+    given = {"x": torch.ones(2, 4, device=device), "gamma": torch.ones(4, device=device)}
+    if warm:
+        rms_norm(given["x"], given["gamma"], impl=name)
+    given[of].untyped_storage().resize_(0)
+    with pytest.raises(ContractError, match=f"{of} is a Tensor without memory: it was freed"):
+        rms_norm(given["x"], given["gamma"], impl=name)
+
+
+@pytest.mark.case("B50")
+@pytest.mark.parametrize("name", ["rowwise", "fused"])
+def test_a_tensor_whose_numbers_lie_elsewhere_is_refused_by_name(name, device):
+    """Masked and fake tensors have shape and dtype, and no address."""
+    gamma = torch.ones(4, device=device)
+    masked = torch.masked.masked_tensor(torch.ones(2, 4, device=device), torch.ones(2, 4, device=device) > 0)
+    with pytest.raises(ContractError, match="x is a MaskedTensor without memory"):
+        rms_norm(masked, gamma, impl=name)
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 4, device=device), torch.empty(4, device=device)
+        with pytest.raises(ContractError, match="x is a FakeTensor without memory"):
+            rms_norm(x, weight, impl=name)
+
+
+@pytest.mark.case("B50")
+def test_rows_of_different_lengths_are_refused_by_name(impl, device):
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device=device)
+    with pytest.raises(ContractError, match="x is a nested tensor"):
+        rms_norm(rows, torch.ones(4, device=device), impl=impl)

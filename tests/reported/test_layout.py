@@ -62,6 +62,18 @@ def test_any_view_gives_the_numbers_of_its_copy(view, of, device, gradients):
     torch.testing.assert_close(dense[2].double(), right[1], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.case("B04")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gradient_whose_sign_is_a_flag_is_read_with_its_sign(rows, impl, device, gradients):
+    """The imaginary part of a conjugate, as of a rotary embedding run backwards, is a view of memory of other signs."""
+    x, gamma, dy = ramp(rows, 8, device=device), ramp(8, device=device) + 0.3, ramp(rows, 8, device=device) + 0.1
+    flagged = torch._neg_view(-dy)
+    assert flagged.is_neg()
+    assert flagged.is_contiguous()
+    for got, want in zip(gradients(x, gamma, flagged, impl), gradients(x, gamma, dy, impl), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.case("B02")
 def test_gradient_of_a_sum_is_one_element_with_stride_zero(impl, tensor, same):
     """Kernels that assume unit strides read past the 4 bytes behind an expanded dy."""
