@@ -40,6 +40,7 @@ def execute(request: Request) -> int:
     from rmsnorm_cli import config
     from rmsnorm_cli.config import callables
 
+    refuse_nowhere()
     leads = rank() == 0  # under torchrun rank 0 speaks for all
     console = Console(json=request.json and leads, quiet=request.quiet or not leads, silent=not leads)
     settings = config.load(
@@ -58,11 +59,14 @@ def execute(request: Request) -> int:
 
     from rmsnorm_cli import environment
 
-    device = environment.choose_device(settings.run.device, settings.run.dir)
+    device = environment.choose_device(settings.run.device, settings.folder)
     facts = environment.snapshot(device)
+    from rmsnorm_cli.kernels import peers  # the device decides how kernels are imported
+
+    peers.refuse_missing(settings.run.impl)
     if resume := request.direct.get("resume"):
         steps = settings.train.steps if request.options.get("train.steps") is not None else None
-        opened = reopen(resume, settings, sys.argv, device, facts, steps)
+        opened = reopen(resume, settings, sys.argv, device, facts, steps, command.refuse_unusable)
     else:
         opened = open_run(settings, sys.argv, device, facts)
     with opened as run:
@@ -80,6 +84,16 @@ def execute(request: Request) -> int:
             run.write("junit.xml", junit(outcome.results, request.command))
         run.finish(outcome)
     return _finish(console, request.command, outcome, {"run_dir": str(run.dir), "environment": facts})
+
+
+def refuse_nowhere() -> None:
+    """Raise EnvironmentProblem where the current folder is gone: every path of a command begins there."""
+    try:
+        os.getcwd()
+    except OSError as problem:
+        raise EnvironmentProblem(
+            "the current folder was removed, or cannot be reached; change into one that is there: cd"
+        ) from problem
 
 
 def executing(names: Sequence[str], device: "Device") -> str:
@@ -108,6 +122,7 @@ def aside(command: str, given: Mapping[str, Any], *, runs_dir: str | None, json:
     """Run one of the commands that leave no run directory: clean, doctor, report, audit."""
     from rmsnorm_cli import config
 
+    refuse_nowhere()
     console = Console(json=json)
     folder = config.runs_folder(runs_dir, os.environ)
     module = importlib.import_module(f"rmsnorm_cli.commands.{command}")

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from rmsnorm_cli.kernels.peers import PACKAGES
+
+ROOT = Path(__file__).parents[1]
 COMMANDS = ("verify", "gradcheck", "train", "bench", "exercise", "clean", "doctor", "report", "audit")
 RUNNING = ("verify", "gradcheck", "train", "bench", "exercise")
 SMALL = ("verify", "--dtype", "float32", "--rows", "1,3", "--cols", "2,5", "--only", "forward")
@@ -327,3 +330,45 @@ def test_bench_compares_with_the_latest_run_before_it(tmp_path):
     (first,) = runs(tmp_path)
     again = rmsnorm(*wall, "--compare", "latest-bench", "--json", cwd=tmp_path)
     assert json.loads(again.stdout)["compared"]["run"] == first.name, again.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["verify", "verify --dry-run", "clean --dry-run", "doctor", "report", "exercise --list"]
+)
+def test_a_current_folder_that_was_removed_is_named(words, tmp_path):
+    """Every path begins there: 'No such file or directory' names none of them, and nothing to remove is no answer."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    start = f'cd "{gone}" && rmdir "{gone}" && exec "$@"'
+    call = ["sh", "-c", start, "sh", sys.executable, "-P", "-m", "rmsnorm_cli", *words.split()]
+    done = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 4
+    assert "the current folder was removed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.case("B82")
+@pytest.mark.parametrize("command", ["verify", "bench"])
+@pytest.mark.parametrize("package", ["liger", "quack", "fla"])
+def test_a_package_that_is_missing_is_refused_before_anything_is_made(package, command, tmp_path):
+    if importlib.util.find_spec(PACKAGES[package].module.partition(".")[0]):
+        pytest.skip(f"{package} is installed here")
+    done = rmsnorm(command, "--impl", f"torch,{package}", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "pip install" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_that_no_shell_has_seen_is_the_home_folder(tmp_path):
+    """In a TOML file or behind = it reaches the tool as it is; a folder called ~ is a trap for the next rm."""
+    (tmp_path / "settings.toml").write_text('run.dir = "~/mine"\n')
+    home = tmp_path / "home"
+    home.mkdir()
+    small = ("--impl=reference", "--set=gradcheck.rows=[1]", "--set=gradcheck.cols=[2]")
+    for where, named in (("--config=settings.toml", "mine"), ("--runs-dir=~/yours", "yours")):
+        done = rmsnorm("gradcheck", where, *small, cwd=tmp_path, HOME=str(home))
+        assert done.returncode == 0, done.stderr
+        assert (home / named / "latest-gradcheck" / "run.json").exists()
+    listed = rmsnorm("clean", "--runs-dir=~/mine", "--dry-run", cwd=tmp_path, HOME=str(home))
+    assert "-gradcheck" in listed.stdout + listed.stderr
+    assert not (tmp_path / "~").exists()

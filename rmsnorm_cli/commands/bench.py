@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, exit_code_of
@@ -33,7 +32,7 @@ def check(settings: "Settings") -> None:
     if settings.bench.compare is not None:
         from rmsnorm_cli.bench import earlier
 
-        earlier.load(settings.bench.compare, Path(settings.run.dir))
+        earlier.load(settings.bench.compare, settings.folder)
 
 
 def run(settings: "Settings", run: "Run", console: "Console", device: "Device") -> Outcome:

@@ -23,7 +23,7 @@ from rmsnorm_cli.environment import CACHE, TAG_NAME, is_our_cache
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 from rmsnorm_cli.results import STATUSES, Outcome, Table
 from rmsnorm_cli.rundir import liveness
-from rmsnorm_cli.rundir.history import RunInfo, list_runs, read_facts, repoint, stale_links
+from rmsnorm_cli.rundir.history import RunInfo, list_runs, read_facts, repoint, stale_links, unreadable
 
 SCOPES = ("generated", "cache", "all")
 SECONDS = {"m": 60, "h": 3600, "d": 86_400}
@@ -141,6 +141,8 @@ def make_plan(folder: int, scope: str, keep: int, older_than: float | None) -> P
         else:
             staying.append((name, reason or "another file system is mounted in it"))
     if scope != "cache":
+        staying += [(name, "its run.json is missing or damaged: look, and remove it yourself")
+                    for name in unreadable(inside(folder))]  # fmt: skip
         for name, target in stale_links(inside(folder), runs, {entry.name for entry in going}):
             going.append(Item(name, "link", remark=f"will point at {target}" if target else "goes"))
     return Plan(tuple(going), tuple(staying))

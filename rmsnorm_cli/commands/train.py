@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rmsnorm_cli.results import Outcome, strict_json
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from rmsnorm_cli.config import Settings
@@ -66,6 +68,13 @@ def plan(settings: "Settings") -> list[str]:
         f"{train.steps} steps of {train.batch} examples each, width {train.width}; a checkpoint every "
         f"{train.checkpoint_every} steps, of which {train.keep} are kept",
     ]
+
+
+def refuse_unusable(directory: "Path") -> None:
+    """Raise CheckpointError where a run has checkpoints and none of them can be read, before anything is changed."""
+    from rmsnorm_cli import checkpoint
+
+    checkpoint.newest(directory / "checkpoints")
 
 
 def chosen(settings: "Settings", run: "Run", device: "Device", stack: ExitStack) -> "Implementation":

@@ -4,6 +4,7 @@ Every source is validated by itself, so that a wrong value is told even where a 
 the sources are merged, weakest first, and the result is validated as a whole.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ class Settings:
     def seed(self) -> int:
         """Return the run's seed, an integer even where "random" was asked for."""
         return self.run.seed
+
+    @property
+    def folder(self) -> Path:
+        """Return run.dir as a path, its leading ~ as the home folder: in a file or behind = no shell has seen it."""
+        return Path(os.path.expanduser(self.run.dir))
 
     @property
     def verify(self) -> Verify:
@@ -137,7 +143,7 @@ def load(
 
 def runs_folder(option: str | None, environ: Mapping[str, str]) -> Path:
     """Return the folder of the run directories for a command that has no settings, such as `clean`."""
-    return Path(load("verify", environ=environ, options={"run.dir": option}).run.dir)
+    return load("verify", environ=environ, options={"run.dir": option}).folder
 
 
 def to_toml(settings: Settings) -> str:

@@ -32,6 +32,7 @@ from rmsnorm_cli.kernels.foreign_common import (
     ForeignFailure,
     ForeignRefused,
     ForeignTimeout,
+    overwrite,
     stored,
 )
 from rmsnorm_cli.kernels.lookup import UnknownImplementation
@@ -217,7 +218,7 @@ class ForeignWorker:
             self.mutated = tuple(result["written"])
             ours = sent | (held or {})
             for name, contents in result["written"].items():
-                _overwrite(ours[name], contents)
+                overwrite(ours[name], contents)
             return answer, result
 
     def _answer(self, timeout: float, doing: str) -> dict[str, Any]:
@@ -292,12 +293,6 @@ class Graph:
 
     def __del__(self) -> None:
         self._forgotten.append(self.id)
-
-
-def _overwrite(tensor: Tensor | None, contents: Tensor) -> None:
-    """Do to the caller's memory what the implementation did to its copy, unseen by autograd as a kernel would."""
-    assert tensor is not None
-    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).copy_(contents)
 
 
 class _Remote(torch.autograd.Function):

@@ -1,9 +1,11 @@
 """The other side of `foreign.py`: the process that holds one implementation and answers its parent's requests."""
 
+import contextlib
 import faulthandler
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +40,7 @@ def serve(arguments: list[str]) -> None:
     for fd in (request_fd, answer_fd):
         os.set_inheritable(fd, False)  # what the implementation starts must not hold the pipe open
     faulthandler.enable()
+    keep_buffers()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     try:
@@ -58,9 +61,9 @@ def serve(arguments: list[str]) -> None:
             faulthandler.dump_traceback_later(float(timeout) + ORPHAN_GRACE, exit=True)
             tensors = torch.load(request["question"], weights_only=True)  # each to the device it had
             try:
-                watch.begin()
-                answer, result = _run(impl, request, tensors, graphs)
-                watch.end(result)
+                with watch.over_settings():
+                    answer, result = _run(impl, request, tensors, graphs)
+                watch.results(result)
             except SystemExit:
                 raise
             except BaseException as problem:
@@ -75,19 +78,38 @@ def serve(arguments: list[str]) -> None:
             _answer(answer_fd, answer)
 
 
+def keep_buffers() -> None:
+    """Let a compiled function's graph be differentiated twice, since it is not known here whether the caller will."""
+    from torch._functorch import config
+
+    if hasattr(config, "donated_buffer"):  # from PyTorch 2.6 on
+        config.donated_buffer = False
+
+
 class Watch:
     """What a norm must leave alone: results of its earlier calls, and settings of the process that others rely on."""
 
     def __init__(self) -> None:
         self._results: dict[str, tuple[Tensor, Tensor]] = {}
-        self._before: dict[str, Any] = {}
 
-    def begin(self) -> None:
-        """Note the settings as they are before a call."""
-        self._before = _settings()
+    @contextlib.contextmanager
+    def over_settings(self) -> Iterator[None]:
+        """Raise WrongAnswer where the block changes a setting, also where it raises; an exit stays one."""
+        before = _settings()
+        try:
+            yield
+        except Exception:
+            self._unchanged(before)
+            raise
+        self._unchanged(before)
 
-    def end(self, result: dict[str, Any]) -> None:
-        """Raise WrongAnswer for what the call changed; keep its own results to be watched in their turn."""
+    def _unchanged(self, before: dict[str, Any]) -> None:
+        changed = [name for name, value in _settings().items() if before[name] not in (None, value)]
+        if changed:
+            raise WrongAnswer(f"it changed {' and '.join(changed)} for the whole process: put back what you change")
+
+    def results(self, result: dict[str, Any]) -> None:
+        """Raise WrongAnswer where the call wrote to the results of the one before; keep its own in their place."""
         for name, (tensor, copy) in self._results.items():
             if not torch.equal(_contents(tensor), copy):
                 self._results = {}
@@ -97,11 +119,6 @@ class Watch:
         found = {name: value for name, value in result.items() if isinstance(value, Tensor)}
         small = {name: t for name, t in found.items() if t.is_cpu or t.is_cuda if _contents(t).numel() <= KEPT}
         self._results = {name: (tensor, _contents(tensor).clone()) for name, tensor in small.items()}
-        changed = [name for name, value in _settings().items() if self._before[name] not in (None, value)]
-        if changed:
-            raise WrongAnswer(
-                f"it changed {' and '.join(changed)} for the whole process: what it changes it must put back"
-            )
 
 
 def _settings() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -95,6 +95,13 @@ PACKAGES = {
 }
 
 
+def refuse_missing(names: Iterable[str]) -> None:
+    """Raise MissingPackage, with the install line, for the first of these names whose package is not installed."""
+    for name in names:
+        if name in PACKAGES:
+            _installed(name, PACKAGES[name])
+
+
 def package_norm(name: str) -> Norm:
     """Return the RMSNorm of liger, quack or fla.
 
@@ -106,12 +113,18 @@ def package_norm(name: str) -> Norm:
 
 
 def _imported(name: str, package: Package) -> ModuleType:
+    install = _installed(name, package)
+    try:
+        return importlib.import_module(package.module)
+    except ImportError as problem:
+        raise MissingPackage(f"{name} cannot be imported ({problem}): {install}") from problem
+
+
+def _installed(name: str, package: Package) -> str:
+    """Return the install line of a package that is there."""
     install = f"pip install {package.distribution}=={package.version}"
     try:
         importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
         raise MissingPackage(f"{name} needs {package.distribution}, which is not installed: {install}") from None
-    try:
-        return importlib.import_module(package.module)
-    except ImportError as problem:
-        raise MissingPackage(f"{name} cannot be imported ({problem}): {install}") from problem
+    return install

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from rmsnorm_cli.rundir import atomic, liveness
 TOOL = "rmsnorm"  # what makes a run.json ours
 SCHEMA = 1  # of run.json; a change of a field's meaning raises it
 STAMP = "%Y%m%dT%H%M%SZ"  # a run directory's name begins with this UTC time
+NAMED = re.compile(r"\d{8}T\d{6}Z-")
 STAMP_LENGTH = len("20260102T030405Z")
 KINDS: dict[str, type | tuple[type, ...]] = {  # of the values of run.json that readers count on
     "command": str, "status": str, "started": str, "finished": (str, type(None)), "message": str, "argv": list,
@@ -85,6 +87,17 @@ def list_runs(runs_dir: Path) -> list[RunInfo]:
     return [info for name in names if (info := read_info(runs_dir / name)) is not None]
 
 
+def unreadable(runs_dir: Path) -> list[str]:
+    """Return the real folders that are called like run directories and whose run.json does not say that they are."""
+    named = (name for name in sorted(os.listdir(runs_dir)) if NAMED.match(name))
+    return [name for name in named if is_folder(runs_dir / name) and read_info(runs_dir / name) is None]
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether this is a folder and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def age(name: str) -> tuple[str, int, str]:
     """Return the key that sorts names of run directories by their making: time, number among equals, name."""
     tail = name.rpartition("-")[2]
@@ -96,7 +109,7 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
 
     Raises ConfigError where that is no run directory of this tool, or of a newer version of it, or a damaged one.
     """
-    for candidate in (Path(name), runs_dir / name):
+    for candidate in (Path(os.path.expanduser(name)), runs_dir / name):
         with suppress(OSError, RuntimeError, ValueError):  # a loop of links; a name with a null byte
             directory = candidate.resolve(strict=True)
             info = read_info(directory)

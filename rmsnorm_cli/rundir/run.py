@@ -110,7 +110,7 @@ def open_run(
         with tempfile.TemporaryDirectory(prefix="rmsnorm-rank-") as nowhere:
             yield Run(Path(nowhere), settings, writes=False)
         return
-    runs_dir = Path(settings.run.dir)
+    runs_dir = settings.folder
     with atomic.elsewhere():
         directory = make_directory(runs_dir, settings.command, settings.run.name)
     run = Run(directory, settings)
@@ -139,15 +139,17 @@ def reopen(
     device: "Device",
     environment: Mapping[str, Any],
     steps: int | None = None,
+    refuse: Callable[[Path], object] = lambda directory: None,
 ) -> Iterator[Run]:
     """Continue in a run directory, named by path or by its name in settings.run.dir, with the settings it recorded.
 
     `steps` replaces the recorded number of training steps by a larger one. Raises ConfigError where it is smaller, and
-    where this is no run of this command or is still being written; EnvironmentProblem where it cannot be written.
+    where this is no run of this command or is still being written; EnvironmentProblem where it cannot be written; what
+    `refuse` raises for the directory.
     """
     from rmsnorm_cli import config
 
-    info = find(resume, Path(settings.run.dir))
+    info = find(resume, settings.folder)
     if info.command != settings.command:
         raise ConfigError(f"--resume {resume}: that run is of {info.command}, not of {settings.command}")
     if info.facts.get("execution") != device.execution:
@@ -160,10 +162,8 @@ def reopen(
         )
     if steps is not None:
         if steps < recorded.train.steps:
-            raise ConfigError(
-                f"--steps: {steps} is less than the {recorded.train.steps} steps of the run that is resumed; "
-                "expected as many or more"
-            )
+            done = f"the {recorded.train.steps} steps of the run that is resumed"
+            raise ConfigError(f"--steps: {steps} is less than {done}; expected as many or more")
         recorded = replace(recorded, table=recorded.train.model_copy(update={"steps": steps}))
     run = Run(info.dir, recorded, resumed=True, writes=rank() == 0)
     if not run.writes:
@@ -176,7 +176,7 @@ def reopen(
     facts = (read_info(info.dir) or info).facts  # as they are now that nobody else can change them
     run._facts = dict(facts)
     try:
-        run.records()  # a damaged file is refused before anything is changed
+        run.records(), refuse(info.dir)  # what is damaged is refused before anything is changed
     except BaseException:
         liveness.release(lock)
         raise

@@ -408,3 +408,19 @@ def test_the_list_shows_no_control_codes(runs, capsys):
     clean(runs_dir=runs, yes=True, console=Console())
     assert "\x1b" not in capsys.readouterr().out
     assert not strange.exists()
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"tool": "rmsnorm"}', '{"tool": "another", "schema": 1}'])
+def test_a_run_whose_record_is_damaged_stays_and_is_named(runs: Path, content: str | None) -> None:
+    """It may be the only copy of something: nobody's list of what went should be silent about it."""
+    damaged, good = make(runs, 1), make(runs, 2)
+    (damaged / "run.json").unlink()
+    if content is not None:
+        (damaged / "run.json").write_text(content)
+    (runs / "20260102T030000Z-notes").symlink_to(good)
+    outcome = swept(runs)
+    assert outcome.summary["kept"] == [
+        {"name": damaged.name, "reason": "its run.json is missing or damaged: look, and remove it yourself"}
+    ]
+    assert (damaged / "checkpoints" / "step-1.pt").exists()
+    assert not good.exists()

@@ -15,6 +15,7 @@ from rmsnorm_cli import config
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.kernels import ContractError, Implementation, implementation
+from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir.run import open_run
 from rmsnorm_cli.training.plan import phases
 
@@ -159,3 +160,20 @@ def test_a_foreign_norm_is_taught_in_a_process_of_its_own(tmp_path, monkeypatch)
         found = train.chosen(chosen, opened, CPU, stack)
         with pytest.raises(RuntimeError, match="exited with code 7"):
             found.call(torch.ones(2, 3), torch.ones(3), 1e-6)
+
+
+@pytest.mark.case("B74")
+def test_a_run_whose_checkpoints_are_all_torn_is_refused_and_left_as_it_was(tool, tmp_path, device):
+    """What is told before anything is changed can be told again: the record of how the run ended stays."""
+    settings = config.load("train", options={"run.dir": str(tmp_path / "runs")})
+    here = Device("auto", "interpreter" if device == "cpu" else "cuda", device, "here")
+    with open_run(settings, ["rmsnorm", "train"], here, {}) as made:
+        for step in (1, 2):
+            (made.checkpoints / f"step-0000000{step}.pt").write_bytes(b"torn")
+        made.finish(Outcome("passed", here.execution, {"passed": 1}))
+    before = {path: path.read_bytes() for path in made.dir.rglob("*") if path.is_file()}
+    again = tool("--resume", made.dir.name)
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 2
+    assert said.count("step-0000000") == 2
+    assert {path: path.read_bytes() for path in made.dir.rglob("*") if path.is_file()} == before

@@ -80,6 +80,7 @@ class Eager(torch.autograd.Function):
         return dy, None, None
 
 def eager(x, gamma, eps): return Eager.apply(x, gamma, eps)
+compiled_by_inductor = torch.compile(lambda x, gamma, eps: torch.nn.functional.rms_norm(x, x.shape[-1:], gamma, eps))
 def process(x, gamma, eps): return torch.full_like(x, os.getpid())
 def leaves_a_child(x, gamma, eps):
     child = subprocess.Popen(["sleep", "1000"])
@@ -215,23 +216,23 @@ def test_a_copy_of_itself_that_it_made_does_not_answer(worker, operands):
         close(worker(x, None, 15.0), x / (x.square().mean() + 15).sqrt())
 
 
-@pytest.mark.parametrize(
-    ("eps", "what"),
-    [
-        (19.0, "the state of torch's generator"),
-        (20.0, "torch's default dtype"),
-        (21.0, "torch's number of threads"),
-        (22.0, "the current folder"),
-    ],
-)
-def test_what_it_changes_for_the_whole_process_is_named(eps, what, folder, operands, monkeypatch):
-    """Right numbers, and every line of the caller's that comes after is another program's."""
+CHANGES = {
+    19.0: "the state of torch's generator",
+    20.0: "torch's default dtype",
+    21.0: "torch's number of threads",
+    22.0: "the current folder",
+}
+
+
+@pytest.mark.parametrize("columns", [2, 3], ids=["answered", "refused"])
+def test_what_it_changes_for_the_whole_process_is_named(columns, folder, operands, monkeypatch):
+    """Right numbers, or a refusal, and every line of the caller's that comes after is another program's."""
     monkeypatch.chdir(folder)
-    with (
-        ForeignWorker("theirs:acts", str(operands[0].device)) as worker,
-        pytest.raises(ForeignFailure, match=f"it changed {what} for the whole process"),
-    ):
-        worker(*operands, eps)
+    gamma = torch.ones(columns, device=operands[0].device)
+    with ForeignWorker("theirs:acts", str(gamma.device)) as worker:
+        for eps, what in CHANGES.items():
+            with pytest.raises(ForeignFailure, match=f"it changed {what} for the whole process"):
+                worker(operands[0], gamma, eps)
 
 
 def test_a_result_that_a_later_call_overwrites_is_named(worker):
@@ -359,6 +360,15 @@ def test_what_the_backward_writes_and_refuses(folder, operands, monkeypatch):
         y = worker(torch.ones(2, 2, device=x.device, requires_grad=True), gamma, 1e-6)
         with pytest.raises(ForeignRefused, match="one row only"):
             y.sum().backward()
+
+
+def test_a_compiled_callable_is_differentiated_twice(folder, operands, monkeypatch):
+    """A compiler that reuses the graph's memory refuses the second backward that every caller of autograd may ask."""
+    monkeypatch.chdir(folder)
+    with ForeignWorker("theirs.py:compiled_by_inductor", str(operands[0].device)) as worker:
+        y = worker(*operands, 1e-6)
+        first = torch.autograd.grad(y.sum(), operands, retain_graph=True)
+        close(torch.autograd.grad(y.sum(), operands), first)
 
 
 def test_it_is_another_process_and_ends_with_the_block(folder, device, monkeypatch):

@@ -166,6 +166,7 @@ def test_what_can_be_exported_is_and_the_rest_says_so(strict, free, device):
     torch.testing.assert_close(exported(x), norm(x), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")  # of prototypes and of what is deprecated
 @pytest.mark.case("B55")
 def test_what_no_tracer_can_record_is_refused_with_the_way_out(device):
     x = torch.ones(3, 4, device=device)

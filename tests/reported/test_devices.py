@@ -118,6 +118,7 @@ def test_memory_that_was_freed_is_refused_by_name(warm, of, name, device):
         rms_norm(given["x"], given["gamma"], impl=name)
 
 
+@pytest.mark.filterwarnings("ignore")  # of prototypes and of what is deprecated
 @pytest.mark.case("B50")
 @pytest.mark.parametrize("name", ["rowwise", "fused"])
 def test_a_tensor_whose_numbers_lie_elsewhere_is_refused_by_name(name, device):
@@ -132,6 +133,7 @@ def test_a_tensor_whose_numbers_lie_elsewhere_is_refused_by_name(name, device):
             rms_norm(x, weight, impl=name)
 
 
+@pytest.mark.filterwarnings("ignore")  # of prototypes and of what is deprecated
 @pytest.mark.case("B50")
 def test_rows_of_different_lengths_are_refused_by_name(impl, device):
     rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device=device)
