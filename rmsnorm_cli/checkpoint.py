@@ -7,6 +7,7 @@ every byte before it, since PyTorch does not check the sums that the zip format 
 import contextlib
 import hashlib
 import io
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,15 +74,18 @@ def load(path: Path) -> tuple[int, State]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is refused: it is not a regular file")
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:  # the mark first: what is none of ours may be of any size
+            file.seek(max(os.fstat(file.fileno()).st_size - COMMENT, 0))
+            comment = file.read()
+            file.seek(0)
+            content = file.read() if comment.startswith(MARK) else b""
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there") from None
     except OSError as problem:
         raise EnvironmentProblem(f"{path} cannot be read: {problem.strerror}") from problem
-    body, comment = content[:-COMMENT], content[-COMMENT:]
     if not comment.startswith(MARK):
         raise CheckpointError(f"{path} is refused: it is cut short, or was not written by this tool")
-    if comment != MARK + hashlib.sha256(body).hexdigest().encode():
+    if comment != MARK + hashlib.sha256(memoryview(content)[:-COMMENT]).hexdigest().encode():
         raise CheckpointError(f"{path} is refused: its bytes are not those that were saved (the sha256 differs)")
     try:
         held = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

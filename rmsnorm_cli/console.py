@@ -4,6 +4,7 @@ People's output goes to stdout, or to stderr when stdout belongs to the JSON doc
 early ends the printing, never the run; what a full disk or a missing reader cost is told at the end (`lost`).
 """
 
+import ctypes
 import errno
 import os
 import shutil
@@ -11,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import zip_longest
 from typing import Any, TextIO
 
@@ -65,6 +66,20 @@ class Console:
                 os.dup2(sink.fileno(), stream.fileno())
             return False
         return True
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keep stdout for the document: whatever prints in the block, a stranger's compiled code too, is on stderr."""
+        if not self.json or sys.stdout is None or sys.stderr is None:
+            yield
+            return
+        with ExitStack() as stack:
+            with suppress(OSError, ValueError):  # a stream without a descriptor
+                number, kept = sys.stdout.fileno(), os.dup(sys.stdout.fileno())
+                stack.callback(_returned, number, kept)
+                os.dup2(sys.stderr.fileno(), number)
+            stack.enter_context(redirect_stdout(sys.stderr))
+            yield
 
     def lost(self) -> str:
         """Say what did not reach stdout, "" where nothing is missed: a reader who leaves early had what it wanted."""
@@ -164,6 +179,13 @@ class Console:
         """Print the one JSON document, if this console speaks JSON."""
         if self.json:
             self._undelivered = not self._write(strict_json(document) + "\n", sys.stdout)
+
+
+def _returned(number: int, kept: int) -> None:
+    """Give a descriptor back what it was, once all that C code has buffered for it is out."""
+    ctypes.CDLL(None).fflush(None)
+    os.dup2(kept, number)
+    os.close(kept)
 
 
 def _one_line(result: CaseResult) -> str:

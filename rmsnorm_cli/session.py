@@ -69,7 +69,7 @@ def execute(request: Request) -> int:
         opened = reopen(resume, settings, sys.argv, device, facts, steps, command.refuse_unusable)
     else:
         opened = open_run(settings, sys.argv, device, facts)
-    with opened as run:
+    with opened as run, console.reserved():
         where = executing(run.settings.run.impl, device)
         console.note(f"rmsnorm {request.command} on {where}; run directory {run.dir}")
         extra = {name: value for name, value in request.direct.items() if name not in ("resume", "list")}

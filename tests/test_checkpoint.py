@@ -350,3 +350,13 @@ def test_a_kill_at_every_stage_of_a_save_leaves_a_whole_newest_checkpoint(tmp_pa
     assert torch.equal(found.state["weights"], state(survivor)["weights"])
     save(tmp_path, 3, state(3), keep=1)
     assert names(tmp_path) == {"step-00000003.pt"}
+
+
+@pytest.mark.case("B74")
+def test_a_file_that_ends_without_the_mark_is_refused_unread(tmp_path):
+    """A preallocated or foreign file may be larger than the memory: its end says that it is none of ours."""
+    path = tmp_path / "step-00000007.pt"
+    path.touch()
+    os.truncate(path, 2**36)
+    with pytest.raises(CheckpointError, match="cut short, or was not written by this tool"):
+        load(path)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -209,3 +210,22 @@ def test_a_stream_that_is_closed_from_the_start_is_silent(name, monkeypatch):
         console.document({"status": "passed"})
         with console.progress("working", 1) as progress:
             progress.advance()
+
+
+@pytest.mark.case("B86")
+def test_what_anybody_prints_beside_the_document_is_on_stderr():
+    """Python, C and a child process, buffered or not, while a command works; afterwards stdout is stdout again."""
+    program = """
+import ctypes, os, subprocess
+from rmsnorm_cli.console import Console
+console = Console(json=True)
+with console.reserved():
+    print("python")
+    ctypes.CDLL(None).puts(b"buffered C")
+    os.write(1, b"unbuffered C\\n")
+    subprocess.run(["echo", "child"])
+console.document({"one": 1})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"one": 1}
+    assert set(done.stderr.split("\n")) == {"python", "buffered C", "unbuffered C", "child", ""}

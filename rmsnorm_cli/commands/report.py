@@ -31,6 +31,8 @@ def report(runs: list[str], output: Path | None, runs_dir: Path, console: "Conso
     if len(found) > 1 and output is None:
         raise ConfigError(f"{len(found)} runs make one page that belongs to none of them: name a folder with --output")
     folder = output or found[0].dir
+    if output is None:
+        history.refuse_links(folder, "figures", "report.html")
     with atomic.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     drawn: list[str] = []

@@ -71,9 +71,14 @@ def plan(settings: "Settings") -> list[str]:
 
 
 def refuse_unusable(directory: "Path") -> None:
-    """Raise CheckpointError where a run has checkpoints and none of them can be read, before anything is changed."""
-    from rmsnorm_cli import checkpoint
+    """Refuse to continue what leads out of its directory, or has checkpoints of which none can be read.
 
+    Raises ConfigError and CheckpointError, before anything is changed.
+    """
+    from rmsnorm_cli import checkpoint
+    from rmsnorm_cli.rundir import history
+
+    history.refuse_links(directory)
     checkpoint.newest(directory / "checkpoints")
 
 

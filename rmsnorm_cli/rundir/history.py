@@ -116,6 +116,7 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
             if info is not None:
                 if info.facts["schema"] > SCHEMA:
                     raise ConfigError(f"{name}: that run was written by a newer rmsnorm ({info.facts.get('version')})")
+                refuse_odd(directory)
                 return info
             if (directory / "run.json").is_file():
                 raise ConfigError(
@@ -123,6 +124,26 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
                     "put back a copy of it, or name another run"
                 )
     raise ConfigError(f"{name} is no run directory: neither there nor in {runs_dir} does it hold a run.json of rmsnorm")
+
+
+def refuse_odd(directory: Path) -> None:
+    """Raise ConfigError where a run directory holds a pipe, a socket or a device: who reads one may wait for ever."""
+    for path in sorted(directory.iterdir()):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is neither a file nor a folder, and could not be read to its end; remove it")
+
+
+def refuse_links(directory: Path, *names: str) -> None:
+    """Raise ConfigError where one of these entries of a run directory, or any where none is named, is a link.
+
+    The tool makes none there, and what is written or pruned through one happens to somebody else's files.
+    """
+    links = [path for path in sorted(directory.iterdir()) if path.is_symlink() and (not names or path.name in names)]
+    if links:
+        raise ConfigError(
+            f"{links[0]} is a link to {os.readlink(links[0])}, and a run is complete in itself; "
+            "put what it points at in its place, or remove it"
+        )
 
 
 def keeps_its_configuration(info: RunInfo) -> bool:
@@ -163,7 +184,7 @@ def checksums(directory: Path) -> str:
         inner[:] = sorted(name for name in inner if not (top and name in UNHASHED))
         for name in sorted(names):
             path = Path(folder) / name
-            if path.is_symlink() or atomic.is_temporary(path) or (top and name in UNHASHED):
+            if path.is_symlink() or not path.is_file() or atomic.is_temporary(path) or (top and name in UNHASHED):
                 continue
             with atomic.explained(path), open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,6 +18,7 @@ from rmsnorm_cli.commands import train
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.kernels import implementation
 from rmsnorm_cli.results import Outcome
+from rmsnorm_cli.rundir.history import checksums
 from rmsnorm_cli.rundir.run import open_run
 
 SHARE = max(settings.default.max_examples // 3, 1)  # one of these takes as long as several others
@@ -196,6 +197,46 @@ def test_no_value_of_a_summary_that_another_took_the_place_of_is_a_fault_of_ours
         if code:
             assert "rmsnorm audit says which were altered" in said or "bench.compare" in said
     assert codes == {0, 2}
+
+
+@pytest.mark.case("B76", "B85")
+@pytest.mark.parametrize(
+    ("command", "entry"),
+    [("resume", name) for name in ("checkpoints", "declared", "metrics.jsonl", "config.toml")]
+    + [("report", "figures")],
+)
+def test_nothing_is_written_or_pruned_behind_a_link(command, entry, originals, tmp_path, capsys):
+    """A folder of another disk in the place of a run's own: its files are somebody's, whatever they are called."""
+    directory = shutil.copytree(originals["train"], tmp_path / "runs" / originals["train"].name)
+    other = tmp_path / "elsewhere" / entry
+    other.parent.mkdir()
+    if (directory / entry).exists():
+        shutil.move(directory / entry, other)
+    else:
+        other.mkdir()
+    (directory / entry).symlink_to(other)
+    before = content_of(tmp_path)
+    words = [word.format(run=directory.name) for word in COMMANDS[command]]
+    assert ask([*words, "--runs-dir", str(tmp_path / "runs")], tmp_path) == 2
+    assert f"{directory / entry} is a link to {other}" in capsys.readouterr().err
+    assert content_of(tmp_path) == before
+
+
+@pytest.mark.case("B85", "B80")
+@pytest.mark.parametrize("command", ["audit", "resume", "report"])
+@pytest.mark.parametrize("entry", ["config.toml", "metrics.jsonl", "SHA256SUMS", "checkpoints", "a pipe of mine"])
+def test_a_pipe_or_a_device_is_no_file_to_wait_for(entry, command, originals, tmp_path, capsys):
+    directory = shutil.copytree(originals["train"], tmp_path / "runs" / originals["train"].name)
+    if (directory / entry).exists():
+        shutil.move(directory / entry, tmp_path / "aside")
+    if entry == "metrics.jsonl":
+        (directory / entry).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(directory / entry)
+    words = [word.format(run=directory.name) for word in COMMANDS[command]]
+    assert ask([*words, "--runs-dir", str(tmp_path / "runs")], tmp_path) == 2
+    assert f"{directory / entry} is neither a file nor a folder" in capsys.readouterr().err
+    assert not checksums(directory).endswith(f"  {entry}\n")  # nor waits a run that finds one when it ends
 
 
 @pytest.mark.case("B74", "B76", "B80")
