@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("gpu2", 2)):
             if item.get_closest_marker(marker) is not None and needed > GPUS:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), this machine has {GPUS}"))
+        if item.get_closest_marker("alone") is not None and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+            item.add_marker(pytest.mark.skip(reason="compares times on a GPU that is its own: run it without -n"))
         if item.get_closest_marker("interpreter") is not None and NO_INTERPRETER is not None:
             item.add_marker(pytest.mark.skip(reason=f"needs Triton's interpreter: {NO_INTERPRETER}"))
 

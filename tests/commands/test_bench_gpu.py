@@ -57,6 +57,7 @@ def test_on_a_gpu_memory_is_what_the_formula_needs_and_no_more(tmp_path):
     assert memory["reference"]["forward_train"]["peak_bytes"] >= 2 * y, "autograd keeps a matrix more at least"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("perimeter", ["forward", "backward"])
 def test_on_a_gpu_times_agree_with_tritons_own_benchmark_within_three_percent(tmp_path, perimeter):
     """`do_bench` empties the cache before every call and times it by events; ours are graphs of rotating buffers."""
@@ -80,6 +81,7 @@ def test_on_a_gpu_times_agree_with_tritons_own_benchmark_within_three_percent(tm
     assert row(outcome, "torch")["median"] == pytest.approx(theirs, rel=0.03)
 
 
+@pytest.mark.alone
 def test_on_a_gpu_a_planted_slowdown_is_told_with_its_size(tmp_path, foreign):
     """The same kernel with a wait of a twentieth of its time behind it."""
     name = foreign(

@@ -56,6 +56,7 @@ def ratio_of(clock, subject, baseline, measure=lambda program: program.measure):
     return paired_ratio(session.by_block("subject"), session.by_block("baseline"), rng), session
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("megabytes", [0.125, 4, 64])
 def test_one_program_entered_twice_as_graphs_is_equal_to_itself_within_one_percent(active, megabytes):
     ratio, session = ratio_of(active, graph_of(active, megabytes), graph_of(active, megabytes))
@@ -63,6 +64,7 @@ def test_one_program_entered_twice_as_graphs_is_equal_to_itself_within_one_perce
     assert session.flagged("subject", STARVED) == 0
 
 
+@pytest.mark.alone
 def test_one_program_entered_twice_as_whole_calls_is_equal_to_itself_within_one_percent(active):
     source, target = torch.randn(2, 16 * MEGABYTE, device=active.device)
     program = doubled(source, target)
@@ -70,6 +72,7 @@ def test_one_program_entered_twice_as_whole_calls_is_equal_to_itself_within_one_
     assert control(ratio).held, ratio
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("megabytes", [128, 512])
 def test_graph_time_agrees_with_tritons_own_benchmark_within_three_percent(active, megabytes):
     from triton.testing import do_bench_cudagraph
@@ -83,6 +86,7 @@ def test_graph_time_agrees_with_tritons_own_benchmark_within_three_percent(activ
     assert 8 * count / ours < 2e13, "no memory of any card is so fast: both would have timed nothing"
 
 
+@pytest.mark.alone
 def test_a_planted_slowdown_of_two_percent_is_detected_with_its_size(active):
     """Two percent more bytes, from a cold cache: slower, and 1.02 within half a percent."""
     ratio, _ = ratio_of(active, graph_of(active, 128, rows=1.02), graph_of(active, 128))
@@ -152,6 +156,7 @@ def test_a_sample_that_no_spin_can_cover_is_flagged_starved(active):
     assert active.queued(endless, 1).flags == (STARVED,)
 
 
+@pytest.mark.alone
 def test_host_time_is_the_hosts_alone(active):
     """A call that sleeps 1 ms and launches a long kernel costs the host 1 ms, whatever the GPU has to do."""
     from rmsnorm_cli.timing.cuda import Spin
