@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rmsnorm_cli import __version__
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, flat
 
 if TYPE_CHECKING:  # kernels import triton, which must wait until a device is chosen
     from rmsnorm_cli.kernels.api import Implementation
@@ -189,7 +189,7 @@ def cuda_problem(index: int) -> str | None:
         available = torch.cuda.is_available()
         count = torch.cuda.device_count() if available else 0
     if not available:
-        said = " ".join(str(told[0].message).split()) if told else ""
+        said = flat(told[0].message) if told else ""
         built = torch.version.cuda
         reason = "this PyTorch is built without CUDA" if built is None else "no CUDA device is usable on this machine"
         return f"{reason}{f' ({said[:200]})' if said else ''}; use --device interpreter, or see: rmsnorm doctor"

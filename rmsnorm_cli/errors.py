@@ -2,6 +2,9 @@
 
 import os
 
+from rich.control import strip_control_codes
+from rich.text import Text
+
 
 class RmsnormError(Exception):
     """A failure that ends a command with one sentence for the user and the class's exit code."""
@@ -70,6 +73,12 @@ def of_the_machine(problem: BaseException) -> bool:
     return type(problem).__name__ == "CalledProcessError" or "Failed to find C compiler" in str(problem)
 
 
+def flat(said: object) -> str:
+    """Return what somebody else's code said as one line, without a terminal's colours and control characters."""
+    line = " ".join(str(said).split())  # first, since to a terminal a carriage return begins the line anew
+    return strip_control_codes(Text.from_ansi(line).plain).strip()
+
+
 def sentence(problem: BaseException) -> str:
     """Return what an exception says, as one sentence for a user."""
     if isinstance(problem, OSError) and problem.errno is not None:
@@ -77,12 +86,12 @@ def sentence(problem: BaseException) -> str:
     if _half_deleted(problem):
         return f"a compiled kernel lost its binary while it was read{_cache_remedy()}"
     if of_the_machine(problem):
-        return f"kernels cannot be compiled here: {' '.join(str(problem).split())}; see: rmsnorm doctor"
+        return f"kernels cannot be compiled here: {flat(problem)}; see: rmsnorm doctor"
     if hasattr(problem, "format_message"):  # click's
         about = getattr(getattr(problem, "ctx", None), "command_path", "rmsnorm")
         return f"{problem.format_message().rstrip('.')}; see: {about} --help"
     if exit_code_of(problem) == EnvironmentProblem.exit_code and not isinstance(problem, RmsnormError):
-        return " ".join(str(problem).split()) or "this machine has not enough memory"
+        return flat(problem) or "this machine has not enough memory"
     return str(problem) or ("interrupted" if exit_code_of(problem) == 130 else type(problem).__name__)
 
 

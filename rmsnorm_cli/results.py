@@ -81,6 +81,26 @@ def count(results: Iterable[CaseResult]) -> dict[str, int]:
     return {status: found[status] for status in STATUSES}
 
 
+def folded(scopes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of `scopes` for a table: dtypes of which all passed at one gate become one row."""
+    rows: list[dict[str, Any]] = []
+    joined: dict[tuple[str, ...], dict[str, Any]] = {}
+    for entry in scopes:
+        key = tuple(str(entry[name]) for name in ("impl", "execution", "scope", "gate"))
+        alike = joined.get(key)
+        if entry["passed"] < entry["cases"] or alike is None:
+            rows.append(dict(entry))
+            if entry["passed"] == entry["cases"]:
+                joined[key] = rows[-1]
+            continue
+        alike["dtype"] += f", {entry['dtype']}"
+        alike["cases"] += entry["cases"]
+        alike["passed"] += entry["passed"]
+        both = [one for one in (alike["worst"], entry["worst"]) if one is not None]
+        alike["worst"] = max(both, key=lambda one: one["value"], default=None)
+    return rows
+
+
 def overall(counts: Mapping[str, int]) -> Literal["passed", "failed", "error", "inconclusive"]:
     """Return the worst verdict; a run in which nothing passed is never a pass."""
     if counts["failed"]:

@@ -13,6 +13,7 @@ from rmsnorm_cli.bench.lab import Bench, Standing
 from rmsnorm_cli.bench.patience import TooSlow, limited
 from rmsnorm_cli.bench.programs import Check, Loop, Program, poison_free_memory, saved_bytes
 from rmsnorm_cli.environment import executes_on
+from rmsnorm_cli.errors import flat
 from rmsnorm_cli.gates.gate import Problem, attempt
 from rmsnorm_cli.kernels import CallSpec, Implementation
 from rmsnorm_cli.timing.cuda import CudaClock, peak_bytes
@@ -63,7 +64,7 @@ class DeviceLost(Exception):
 def still_there(bench: Bench, name: str, problem: object) -> None:
     """Raise DeviceLost where the GPU no longer answers after `name` failed with `problem`."""
     if isinstance(bench.lab.clock, CudaClock) and bench.lab.clock.lost():
-        text = " ".join(str(problem).split())[:200]
+        text = flat(problem)[:200]
         raise DeviceLost(f"the GPU's context was lost when {name} ran ({text})")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rmsnorm_cli.bench.lab import Standing
 from rmsnorm_cli.bench.workload import Buffers, Cell
-from rmsnorm_cli.errors import RmsnormError
+from rmsnorm_cli.errors import RmsnormError, flat
 from rmsnorm_cli.gates.gate import classified
 from rmsnorm_cli.kernels import Implementation
 from rmsnorm_cli.kernels.foreign import ForeignWorker
@@ -49,4 +49,4 @@ def _tried(impl: Implementation, cell: Cell, device: str, seed: int, eps: float)
 
 
 def _error(failure: ForeignFailure) -> Standing:
-    return {"status": "error", "detail": " ".join(str(failure).split())[:300]}
+    return {"status": "error", "detail": flat(failure)[:300]}

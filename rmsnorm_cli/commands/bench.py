@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, exit_code_of
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, exit_code_of, flat
 from rmsnorm_cli.results import Outcome, overall
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _measured(
     except (MemoryError, RuntimeError) as problem:
         if exit_code_of(problem) != EnvironmentProblem.exit_code:  # all else than memory
             raise
-        detail = f"out of memory: {' '.join(str(problem).split())[:200] or 'no more is known'}"
+        detail = f"out of memory: {flat(problem)[:200] or 'no more is known'}"
     if lab.device.execution == "cuda":
         torch.cuda.empty_cache()  # here, where the frames of the failure are gone
     return unmeasured(cell, names, lab, detail)

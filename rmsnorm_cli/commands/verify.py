@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rmsnorm_cli.inputs import thinning
 from rmsnorm_cli.judging import tolerances
-from rmsnorm_cli.results import CaseResult, Outcome, Table, count, overall, strict_json
+from rmsnorm_cli.results import CaseResult, Outcome, Table, count, folded, overall, strict_json
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
@@ -144,9 +144,9 @@ def unjudged(refusals: Sequence[str]) -> str:
 
 
 def verdicts(scopes: Sequence[dict[str, Any]]) -> Table:
-    """Return one row for each implementation, scope, gate and dtype."""
+    """Return a row for each implementation, scope and gate, and one more for each dtype that did not just pass."""
     rows = []
-    for entry in scopes:
+    for entry in folded(scopes):
         others = [f"{entry[key]} {key}" for key in ("refused", "skipped", "inconclusive", "error") if entry[key]]
         worst = entry["worst"] or {"value": None, "case": ""}
         rows.append(

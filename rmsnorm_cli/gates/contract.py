@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rmsnorm_cli.errors import flat
 from rmsnorm_cli.gates.arena import Arena
 from rmsnorm_cli.gates.gate import Asked, Tolerances, answer, classified
 from rmsnorm_cli.gates.refusals import Call, ContractQuestion, questions, values
@@ -65,7 +66,7 @@ def _called(impl: "Implementation", call: Call) -> Any:
 
 
 def _refused(asked: Asked, question: ContractQuestion, problem: Exception, traces: list[str]) -> CaseResult:
-    said = " ".join(str(problem).split())
+    said = flat(problem)
     kinds = {kind.__name__ for kind in type(problem).__mro__}
     if not asked.impl.ours:
         crashed = classified(asked.impl, problem)

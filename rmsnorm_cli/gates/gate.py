@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.errors import RmsnormError, of_the_machine
+from rmsnorm_cli.errors import RmsnormError, flat, of_the_machine
 from rmsnorm_cli.inputs.cases import Case
 from rmsnorm_cli.inputs.layouts import Inputs
 from rmsnorm_cli.inputs.thinning import COMPILED, bounded
@@ -169,7 +169,7 @@ def classified(impl: "Implementation", problem: Exception) -> Problem:
     """
     if of_the_machine(problem):  # of an isolated one: its process answers with exceptions of ours
         raise problem
-    text = " ".join(str(problem).split()) or "no message"
+    text = flat(problem) or "no message"
     text = f"{type(problem).__name__}: {text[:300]}"
     kinds = {kind.__name__ for kind in type(problem).__mro__}
     if kinds & CRASHES:

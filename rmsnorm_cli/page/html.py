@@ -80,7 +80,9 @@ def scrolling(inner: Markup, label: str) -> Markup:
 def _cell(content: str) -> Markup:
     word, colon, rest = content.partition(":")
     inside = [element("span", word, class_=f"status {word}"), colon + rest] if word in WORDS else content
-    return element("td", inside, class_="wide") if len(content) > WIDE else element("td", inside)
+    if len(content) <= WIDE:
+        return element("td", inside)
+    return Markup(element("td", inside, class_="wide").replace("/", "/<wbr>").replace("</<wbr>", "</"))
 
 
 def facts(values: Mapping[str, str]) -> Markup:

@@ -7,7 +7,7 @@ from rmsnorm_cli import figures
 from rmsnorm_cli.figures import Drawing
 from rmsnorm_cli.page import html
 from rmsnorm_cli.page.html import Markup
-from rmsnorm_cli.results import STATUSES, Table
+from rmsnorm_cli.results import STATUSES, Table, folded
 
 GATE = "declared tolerance"
 SHOWN = 20  # failures on the page; all of them are in metrics.jsonl
@@ -64,14 +64,14 @@ def _number(value: Any) -> bool:
 
 
 def _verdicts(scopes: list[dict[str, Any]]) -> Table:
-    columns = ("implementation", "scope", "gate", "dtype", "cases", "verdicts", "worst error / tolerance")
+    columns = ("implementation", "scope", "gate", "dtype", "verdicts", "worst error / tolerance")
     rows = []
-    for entry in scopes:
+    for entry in folded(scopes):
         worst = entry["worst"] or {"value": None, "case": ""}
         value = f"{worst['value']:.2g}  {worst['case']}" if _number(worst["value"]) else str(worst["case"])
         counts = ", ".join(f"{entry[status]} {status}" for status in STATUSES if entry[status])
         name = f"{entry['impl']} ({entry['execution']})"
-        rows.append((name, entry["scope"], entry["gate"], entry["dtype"], str(entry["cases"]), counts, value))
+        rows.append((name, entry["scope"], entry["gate"], entry["dtype"], counts, value))
     return Table("verdicts", columns, tuple(rows))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rmsnorm_cli.errors import RmsnormError
+from rmsnorm_cli.errors import RmsnormError, flat
 from rmsnorm_cli.kernels import CallSpec, Implementation
 from rmsnorm_cli.network import Network, Partition, generator, initial_state, mean_squared_error
 from rmsnorm_cli.training.counting import Calls, Counted, adding
@@ -178,7 +178,7 @@ class Training:
             implementation = self.ground.implementation
             if isinstance(problem, RmsnormError) or self.phase.kind != "implementation" or implementation.ours:
                 raise
-            said = " ".join(f"{type(problem).__name__}: {problem}".split())[:500]
+            said = flat(f"{type(problem).__name__}: {problem}")[:500]
             where = f"step {self.step + 1} of {self.phase.key}"
             raise ImplementationRaised(f"{implementation.name} raised in {where}: {said}") from problem
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, flat
 
 TIMEOUT = timedelta(seconds=120)
 LOST = re.compile(r"gloo|nccl|connection|peer|timed out|timeout|process ?group", re.IGNORECASE)
@@ -96,7 +96,7 @@ class Ranks:
         except RuntimeError as problem:
             if self.world == 1 or not LOST.search(f"{type(problem).__name__} {problem}"):
                 raise
-            first = " ".join(str(problem).split())[:200]
+            first = flat(problem)[:200]
             raise ProcessLost(
                 f"another of the {self.world} processes of this run has died or no longer answers (rank {self.rank} "
                 f"saw: {first}); the newest checkpoint stands, and the same torchrun with --resume continues from it"

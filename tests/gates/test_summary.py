@@ -3,7 +3,7 @@
 import json
 
 from rmsnorm_cli.gates import GATES, scopes, selected
-from rmsnorm_cli.results import STATUSES, CaseResult, strict_json
+from rmsnorm_cli.results import STATUSES, CaseResult, folded, strict_json
 
 
 def verdict(status, worst=None, case="a", scope="forward", gate="declared tolerance", dtype="float32", impl="rowwise"):
@@ -28,6 +28,27 @@ def test_one_entry_for_each_implementation_scope_gate_and_dtype():
     )  # fmt: skip
     assert first["cases"] == first["passed"] == 2
     assert first["worst"] == {"value": 0.3, "case": "b"}
+
+
+def test_a_table_joins_the_dtypes_of_which_all_passed_and_hides_nothing_else():
+    dtypes = ("float32", "float16", "bfloat16", "float64")
+    entries = scopes(
+        [
+            *(
+                verdict("passed", worst, dtype, dtype=dtype)
+                for dtype, worst in zip(dtypes, (0.1, 0.7, 0.3, None), strict=True)
+            ),
+            verdict("refused", None, "c", dtype="bfloat16"),
+            verdict("passed", 0.9, "d", scope="dx", dtype="float16"),
+        ]
+    )
+    joined, refused, other = folded(entries)
+    assert (joined["dtype"], joined["cases"], joined["passed"]) == ("float32, float16, float64", 3, 3)
+    assert joined["worst"] == {"value": 0.7, "case": "float16"}
+    assert (refused["dtype"], refused["cases"], refused["passed"], refused["refused"]) == ("bfloat16", 2, 1, 1)
+    assert (other["scope"], other["dtype"]) == ("dx", "float16")
+    assert len(entries) == 5, "what the JSON document holds is not touched"
+    assert entries[0]["dtype"] == "float32"
 
 
 def test_every_status_is_counted():
