@@ -99,6 +99,35 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     return Forward("ring", 2048, 2048, 1, 2, 5, 10, 96, 2)
 
 
+def narrow_forward(N: int, itemsize: int) -> Forward:
+    """Choose the forward launch for rows of up to 1024 columns: a tile of them, 16 numbers a thread as a rule."""
+    A, B = cover(N)
+    if itemsize == 4 and A + B > 512 and whole(N, itemsize):
+        return Forward("rows", A, B, 1, 2)
+    rows = max(fitting(1024, A + B), 2)
+    held = 32 if odd(N, itemsize) and A + B > 512 else 16
+    return Forward("rows", A, B, rows, min(max(rows * A // (32 * held), 1), 4))
+
+
+def reread_forward(N: int, itemsize: int) -> Forward:
+    """Choose the forward launch for rows of up to 128 KiB that are read twice: how many warps."""
+    A, B = cover(N)
+    if A + B > 32768:
+        A, B = 1 << (N - 1).bit_length(), 0  # a second tile loses more here than idle lanes do
+    size = (A + B) * itemsize
+    if size <= 4096:
+        warps = 4
+    elif size <= 16384:
+        warps = min(max(A * itemsize // 1024, 8), 16)
+    elif itemsize == 4:
+        warps = 16 if (A == 8192 and B == 0) or (A == 16384 and 0 < B <= 4096) else 32
+    elif B == 0:
+        warps = 8 if A == 16384 else 16 if N < 32768 else 32
+    else:
+        warps = 8 if A == 16384 and B <= 2048 else 16
+    return Forward("reload", A, B, 1, warps)
+
+
 def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
     """Choose the forward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one."""
     through_ring = forward_ring(N, itemsize) if ring else None
@@ -109,26 +138,13 @@ def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
     if itemsize == 8:
         return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
     if width <= 1024:
-        if itemsize == 4 and width > 512 and whole(N, itemsize):
-            return Forward("rows", A, B, 1, 2)
-        rows = max(fitting(1024, width), 2)
-        held = 32 if odd(N, itemsize) and width > 512 else 16  # numbers a thread holds
-        return Forward("rows", A, B, rows, min(max(rows * A // (32 * held), 1), 4))
-    if width * itemsize <= 16384 and whole(N, itemsize):
-        return Forward("reload", A, B, 1, 4 if width * itemsize <= 4096 else min(max(A * itemsize // 1024, 8), 16))
+        return narrow_forward(N, itemsize)
     if width <= 8192 and not whole(N, itemsize):
         return Forward("rows", A, B, 1, 4 if width <= 2048 or odd(N, itemsize) else 8)
-    if N * itemsize <= 32768 and B == 0:
-        warps = 8 if whole(N, itemsize) and itemsize == 2 else 16
-        return Forward("reload" if whole(N, itemsize) else "rows", A, B, 1, warps)
+    if N * itemsize <= 32768 and B == 0 and not whole(N, itemsize):
+        return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
-        if width > 32768:
-            A, B = 1 << (N - 1).bit_length(), 0  # a second tile loses more here than idle lanes do
-        if itemsize == 4:
-            return Forward("reload", A, B, 1, 16 if A == 16384 and 0 < B <= 4096 else 32)
-        if B:
-            return Forward("reload", A, B, 1, 8 if A == 16384 and B <= 2048 else 16)
-        return Forward("reload", A, B, 1, 16 if N < 32768 else 32)
+        return reread_forward(N, itemsize)
     if itemsize == 4:
         return Forward("shared", 2048, warps=4, stages=2, per_sm=5, registers=96)
     return Forward("shared", 2048, warps=2, stages=2, per_sm=10, registers=96)
