@@ -17,7 +17,7 @@ FAULTS = (
         file="autograd.py",
         story="dy is read as if it lay in memory like x. Gradients that arrive transposed or sliced are permuted or "
         "mixed with their neighbours; gradcheck never sends one.",
-        changes=(Change("dy = dy.contiguous()", "dy = dy.as_strided(x.shape, x.stride())"),),
+        changes=(Change("dy = dy.resolve_neg().contiguous()", "dy = dy.as_strided(x.shape, x.stride())"),),
         exposing=TRANSPOSED_DY,
         hiding=rows(),
         expected=(DECLARED,),
