@@ -38,7 +38,9 @@ def _read_off(results: Iterable[CaseResult]) -> Iterator[str]:
 def _of_scope(scope: Scope, results: Sequence[CaseResult], failing: Sequence[Scope]) -> str:
     failed = [result for result in results if result.status == "failed"]
     clues = [_named(failed), *_conditions(results), _place(failed)]
-    if list(failing) == [scope] or scope == "forward":
+    if not any(result.extra.get("regions") for result in failed):  # of numbers that were not compared none is wrong
+        clues.append(Counter(result.detail for result in failed).most_common(1)[0][0])
+    elif list(failing) == [scope] or scope == "forward":
         clues.append(WHERE[scope])
     elif "forward" in failing:
         clues.append("it may only follow from the forward")

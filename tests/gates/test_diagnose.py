@@ -7,7 +7,7 @@ import torch
 
 from rmsnorm_cli.gates import candidates, declared, fit
 from rmsnorm_cli.gates.candidates import RIGHT
-from rmsnorm_cli.gates.diagnose import diagnose
+from rmsnorm_cli.gates.diagnose import WHERE, diagnose
 from rmsnorm_cli.inputs import cases
 
 DTYPES = ("float32", "float16")
@@ -115,3 +115,20 @@ def test_a_missing_last_row_points_to_the_grid(said):
         return torch.cat([y[:-1], 0 * y[-1:]]) if len(x) > 1 else y
 
     assert "only the last row is wrong" in said(norm)
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps).double(), "the result has dtype torch.float64"),
+        (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps)[None], "the result has shape (1, "),
+        (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps).detach(), "y has no gradient: the call is cut off from autograd"),
+    ],
+    ids=["dtype", "shape", "detached"],
+)
+def test_a_result_that_cannot_be_compared_points_to_no_formula(said, norm, reason):
+    """What is told is what the result lacks; a guess at rstd or a partial would lead astray."""
+    text = said(norm)
+    assert reason in text
+    for guess in (*WHERE.values(), "every element"):
+        assert guess not in text
