@@ -70,16 +70,35 @@ def plan(settings: "Settings") -> list[str]:
     ]
 
 
-def refuse_unusable(directory: "Path") -> None:
-    """Refuse to continue what leads out of its directory, or has checkpoints of which none can be read.
+def check(settings: "Settings") -> None:
+    """Raise ConfigError where the environment gives this process no place among those of a data-parallel run."""
+    from rmsnorm_cli.training.place import place
 
-    Raises ConfigError and CheckpointError, before anything is changed.
+    place()
+
+
+def refuse_unusable(directory: "Path", settings: "Settings") -> None:
+    """Refuse, before anything is changed, what leads out of its directory or cannot be continued.
+
+    Raises ConfigError; CheckpointError where no checkpoint can be read, or none is this run's, or none is left of a
+    run that has recorded steps.
     """
-    from rmsnorm_cli import checkpoint
+    from rmsnorm_cli import checkpoint, network
     from rmsnorm_cli.rundir import history
+    from rmsnorm_cli.training.lineage import lineage
+    from rmsnorm_cli.training.place import place
 
     history.refuse_links(directory)
-    checkpoint.newest(directory / "checkpoints")
+    name = settings.train.fault or settings.run.impl[0]
+    _, world = place()
+    own = lineage(settings, name, world, network.partitions(settings.run.seed, settings.data))
+    folder = directory / "checkpoints"
+    # The one of step 0 is saved before the first record is made.
+    if not checkpoint.newest(folder, own.refusal) and history.read_records(directory):
+        raise checkpoint.CheckpointError(
+            f"{folder} holds no checkpoint although metrics.jsonl records steps, which need one to be continued; put "
+            f"the checkpoints back, or train anew: rmsnorm train --config {directory / 'config.toml'}"
+        )
 
 
 def chosen(settings: "Settings", run: "Run", device: "Device", stack: ExitStack) -> "Implementation":

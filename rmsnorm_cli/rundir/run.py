@@ -139,13 +139,13 @@ def reopen(
     device: "Device",
     environment: Mapping[str, Any],
     steps: int | None = None,
-    refuse: Callable[[Path], object] = lambda directory: None,
+    refuse: Callable[[Path, "Settings"], object] = lambda directory, recorded: None,
 ) -> Iterator[Run]:
     """Continue in a run directory, named by path or by its name in settings.run.dir, with the settings it recorded.
 
     `steps` replaces the recorded number of training steps by a larger one. Raises ConfigError where it is smaller, and
     where this is no run of this command or is still being written; EnvironmentProblem where it cannot be written; what
-    `refuse` raises for the directory.
+    `refuse` raises for the directory and the settings.
     """
     from rmsnorm_cli import config
 
@@ -176,7 +176,7 @@ def reopen(
     facts = (read_info(info.dir) or info).facts  # as they are now that nobody else can change them
     run._facts = dict(facts)
     try:
-        run.records(), refuse(info.dir)  # what is damaged is refused before anything is changed
+        run.records(), refuse(info.dir, recorded)  # what is damaged is refused before anything is changed
     except BaseException:
         liveness.release(lock)
         raise

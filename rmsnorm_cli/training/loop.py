@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rmsnorm_cli.errors import RmsnormError, flat
 from rmsnorm_cli.kernels import CallSpec, Implementation
-from rmsnorm_cli.network import Network, Partition, generator, initial_state, mean_squared_error
+from rmsnorm_cli.network import Network, Partition, generator, mean_squared_error
 from rmsnorm_cli.training.counting import Calls, Counted, adding
+from rmsnorm_cli.training.lineage import initial
 from rmsnorm_cli.training.plan import Phase, origin
 from rmsnorm_cli.training.ranks import Ranks
 from rmsnorm_cli.training.twin import Twin
@@ -53,13 +54,6 @@ class Ground:
     def norm(self, phase: Phase) -> Implementation:
         """Return what a phase's network normalises with when it is judged, without perturbation."""
         return self.implementation if phase.kind == "implementation" else self.reference
-
-    def initial(self, phase: Phase) -> dict[str, Tensor]:
-        """Return the values a phase starts from."""
-        data = self.settings.data
-        return initial_state(
-            origin(self.settings, phase), inputs=data.inputs, width=self.settings.train.width, outputs=data.outputs
-        )
 
 
 class Order:
@@ -110,7 +104,7 @@ class Training:
         self.share = ranks.share(ground.settings.train.batch)
         self.twin = Twin(ground.reference.call, generator(seed, phase.path)) if phase.kind == "twin" else None
         self.layer = Counted(self.twin or self.fitting(ground.norm(phase)).call)
-        values = saved["model"] if saved else ground.initial(phase)
+        values = saved["model"] if saved else initial(ground.settings, phase)
         norm = Implementation(phase.path, self.layer)
         self.network = Network(values, norm, ground.eps, device=ground.device)
         self.module = ranks.wrapped(self.network)

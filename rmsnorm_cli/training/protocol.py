@@ -1,6 +1,5 @@
 """All phases of a run, one after another: advanced, recorded, saved; continued where an earlier process stopped."""
 
-import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from rmsnorm_cli.kernels import Implementation
 from rmsnorm_cli.network import Network, Partition, mean_squared_error
 from rmsnorm_cli.results import strict_json
 from rmsnorm_cli.training import plan, stop
+from rmsnorm_cli.training.lineage import lineage
 from rmsnorm_cli.training.loop import COLUMNS, PARAMETERS, Ground, State, Training, values
 from rmsnorm_cli.training.plan import Phase
 
@@ -33,18 +33,10 @@ class Protocol:
         self.ground, self.run, self.console = ground, run, console
         name = ground.implementation.name
         self.phases = plan.phases(ground.settings, name)
-        self.identity = plan.identity(ground.settings, name, execution, ground.ranks.world)
-        self.data = {key: part.sha256 for key, part in ground.data.items()} | {"initial": self.initial_hash()}
+        self.lineage = lineage(ground.settings, name, ground.ranks.world, ground.data, execution)
         self.states: States = {}
         command = "rmsnorm train" if ground.ranks.world == 1 else "the same torchrun … -m rmsnorm_cli train"
         self.how_to_continue = f"continue with: {command} --resume {ground.ranks.from_leader(str(run.dir))}"
-
-    def initial_hash(self) -> str:
-        """Return the sha256 of the values that the reference and the implementation start from."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.ground.initial(self.phases[0]).items()):
-            digest.update(f"{name} {tuple(tensor.shape)}\n".encode() + tensor.numpy().astype("<f4").tobytes())
-        return digest.hexdigest()
 
     def go(self) -> None:
         """Run every phase that is not finished, saving on the way; Interrupted, after a save, where a signal asks."""
@@ -114,7 +106,7 @@ class Protocol:
             return
         with open(self.run.path("metrics.jsonl"), "ab") as file:
             os.fsync(file.fileno())
-        content = {"identity": self.identity, "data": self.data, "phases": self.states}
+        content = {"identity": self.lineage.identity, "data": self.lineage.data, "phases": self.states}
         number = sum(state["step"] for state in self.states.values())
         checkpoint.save(self.run.checkpoints, number, content, keep=self.ground.settings.train.keep)
 
@@ -123,41 +115,18 @@ class Protocol:
         found = None
         if self.ground.ranks.leads:
             checkpoint.clean(self.run.checkpoints)
-            found = checkpoint.newest(self.run.checkpoints, self.refusal)
+            found = checkpoint.newest(self.run.checkpoints, self.lineage.refusal)
             for sentence in found.refused if found else ():
                 self.console.warn(sentence)
                 self.run.log(sentence)
             self.states = found.state["phases"] if found else {}
             self.rewrite_metrics()
-            where = f"step {found.step} in all ({found.path.name})" if found else "the start: no checkpoint was saved"
+            where = (
+                f"step {found.step} in all ({found.path.name})" if found else "the start: no step was saved or recorded"
+            )
             self.console.note(f"continuing from {where}")
             self.run.log(f"continuing from {where}")
         self.states = self.ground.ranks.from_leader(self.states)
-
-    def refusal(self, state: State) -> str | None:
-        """Say why a sound checkpoint cannot be continued by this run, or return None where it can."""
-        try:
-            return self.mismatch(state)
-        except (TypeError, AttributeError, KeyError, ValueError):  # values of other kinds than this tool saves
-            return "its content is not what this tool saves"
-
-    def mismatch(self, state: State) -> str | None:
-        """Compare a checkpoint's content with this run; raises for content of another kind."""
-        if set(state) != {"identity", "data", "phases"}:
-            return "it is not a checkpoint of a training run"
-        held: Mapping[str, Any] = state["identity"]
-        differing = [key for key, value in self.identity.items() if held.get(key) != value]
-        if differing:
-            said = ", ".join(f"{key} was {held.get(key)!r} and is {self.identity[key]!r}" for key in differing)
-            return f"it belongs to another run ({said})"
-        if state["data"] != self.data:
-            return "it was made from other examples or initial values (their hashes differ)"
-        known = {phase.key for phase in self.phases}
-        if not set(state["phases"]) <= known:
-            return "it holds phases that this run does not have"
-        for held in state["phases"].values():
-            int(held["step"]), held["history"].tolist()
-        return None
 
     def rewrite_metrics(self) -> None:
         """Write metrics.jsonl anew from the checkpoint's histories: no step twice, none missing, no line cut short."""

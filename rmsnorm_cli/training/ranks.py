@@ -4,7 +4,6 @@ Rows of a batch are shared out without padding, losses are weighted by rows, and
 travel over gloo even beside NCCL: a socket notices at once that its other end has died, a GPU collective waits.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, flat
+from rmsnorm_cli.errors import EnvironmentProblem, flat
+from rmsnorm_cli.training.place import place
 
 TIMEOUT = timedelta(seconds=120)
 LOST = re.compile(r"gloo|nccl|connection|peer|timed out|timeout|process ?group", re.IGNORECASE)
@@ -111,17 +111,11 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     the addresses of the first.
     Raises ConfigError for a torchrun environment that is not whole, ProcessLost where the others do not come.
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    rank = os.environ.get("RANK", "0")
-    if not (world.isdecimal() and rank.isdecimal() and int(rank) < int(world)):
-        raise ConfigError(f"RANK={rank} of WORLD_SIZE={world} is no place among processes; start with torchrun")
-    if int(world) == 1:
+    rank, world = place()
+    if world == 1:
         yield Ranks(device=device)
         return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(f"WORLD_SIZE is {world} but {' and '.join(missing)} is not set; start with torchrun")
-    ranks = Ranks(int(rank), int(world), device)
+    ranks = Ranks(rank, world, device)
     own = not dist.is_initialized()
     if own:
         with ranks.watched():

@@ -98,7 +98,7 @@ def summary(verdicts: Verdicts) -> dict[str, Any]:
         "implementation": verdicts.ground.implementation.name,
         "processes": verdicts.ground.ranks.world,
         "steps": verdicts.steps,
-        "data": protocol.data,
+        "data": protocol.lineage.data,
         "limits": limits(verdicts.ground.settings.train.twin_factor),
         "test_mse": {o: {p.path: states[p.key]["errors"]["test"] for p in phases_of(verdicts, o)} for o in optimizers},
         "test_mse_float64": {

@@ -154,7 +154,7 @@ class Verdicts:
         """Read the last checkpoint back: equal bits, equal predictions, and weights that either path takes strictly."""
         if not self.ground.ranks.leads:
             return
-        found = checkpoint.newest(self.protocol.run.checkpoints, self.protocol.refusal)
+        found = checkpoint.newest(self.protocol.run.checkpoints, self.protocol.lineage.refusal)
         assert found is not None, "the last step was saved"
         state = found.state
         for optimizer in self.ground.settings.train.optimizers:

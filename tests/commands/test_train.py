@@ -11,12 +11,14 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from rmsnorm_cli import config
+from rmsnorm_cli import checkpoint, config, network
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.environment import Device
+from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.kernels import ContractError, Implementation, implementation
 from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir.run import open_run
+from rmsnorm_cli.training.lineage import lineage
 from rmsnorm_cli.training.plan import phases
 
 SMALL = """
@@ -162,18 +164,53 @@ def test_a_foreign_norm_is_taught_in_a_process_of_its_own(tmp_path, monkeypatch)
             found.call(torch.ones(2, 3), torch.ones(3), 1e-6)
 
 
+def torn(made, settings):
+    for step in (1, 2):
+        (made.checkpoints / f"step-0000000{step}.pt").write_bytes(b"torn")
+
+
+def anothers(made, settings):
+    """Leave sound checkpoints that a run with another learning rate, or of two processes, has saved."""
+    own = lineage(settings, settings.run.impl[0], 1, network.partitions(settings.run.seed, settings.data))
+    for step, other in ((1, {"train.lr": {"adam": 0.5, "sgd": 0.5}}), (2, {"processes": 2})):
+        state = {"identity": {**own.identity, **other}, "data": own.data, "phases": {}}
+        checkpoint.save(made.checkpoints, step, state, keep=9)
+
+
+def gone(made, settings):
+    made.record({"optimizer": "adam", "path": "reference", "step": 1, "loss": 1.0})
+
+
 @pytest.mark.case("B74")
-def test_a_run_whose_checkpoints_are_all_torn_is_refused_and_left_as_it_was(tool, tmp_path, device):
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (torn, ("step-00000001.pt is refused: it is cut short", "step-00000002.pt is refused: it is cut short")),
+        (anothers, ("belongs to another run (train.lr was", "belongs to another run (processes was 2 and is 1)")),
+        (gone, ("holds no checkpoint although metrics.jsonl records steps", "config.toml")),
+    ],
+    ids=["torn", "another's", "gone"],
+)
+def test_a_run_that_cannot_be_continued_is_refused_and_left_as_it_was(tool, tmp_path, device, spoil, expected):
     """What is told before anything is changed can be told again: the record of how the run ended stays."""
     settings = config.load("train", options={"run.dir": str(tmp_path / "runs")})
     here = Device("auto", "interpreter" if device == "cpu" else "cuda", device, "here")
     with open_run(settings, ["rmsnorm", "train"], here, {}) as made:
-        for step in (1, 2):
-            (made.checkpoints / f"step-0000000{step}.pt").write_bytes(b"torn")
+        spoil(made, settings)
         made.finish(Outcome("passed", here.execution, {"passed": 1}))
     before = {path: path.read_bytes() for path in made.dir.rglob("*") if path.is_file()}
     again = tool("--resume", made.dir.name)
     _, said = again.communicate(timeout=120)
     assert again.returncode == 2
-    assert said.count("step-0000000") == 2
+    assert all(part in said for part in expected), said
     assert {path: path.read_bytes() for path in made.dir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.case("B59")
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_torchrun_environment_is_refused_before_anything_is_made(tmp_path, monkeypatch, missing):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing} is not set; start with torchrun"):
+        train.check(settings(run__dir=str(tmp_path)))
