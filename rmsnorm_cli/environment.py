@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rmsnorm_cli import __version__
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, flat
+from rmsnorm_cli.rundir import interrupts
 
 if TYPE_CHECKING:  # kernels import triton, which must wait until a device is chosen
     from rmsnorm_cli.kernels.api import Implementation
@@ -54,6 +55,7 @@ def choose_device(asked: str = "auto", runs_dir: Path | str = "runs") -> Device:
     """
     index = cuda_index(asked)
     require("torch", "triton")
+    load_torch()
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(runs_dir).absolute() / CACHE / "triton"))
     if asked == "interpreter" or (asked == "auto" and interpreter_is_set()):
         return use_interpreter(asked)
@@ -84,6 +86,18 @@ def require(*packages: str) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise EnvironmentProblem(f"{' and '.join(missing)} {verb} not installed; install with: {INSTALL}")
+
+
+def load_torch() -> None:
+    """Import torch while signals wait: it imports NumPy, and drops all that this raises, as where there is none.
+
+    Raises EnvironmentProblem where it does not import.
+    """
+    try:
+        with interrupts.deferred():
+            import torch  # noqa: F401  # for whoever imports it next
+    except (ImportError, OSError) as error:  # a broken installation: a shared library that is not there
+        raise EnvironmentProblem(f"torch does not import ({error}); reinstall it with: {INSTALL}") from error
 
 
 def is_there(package: str) -> bool:
@@ -179,10 +193,8 @@ def use_cuda(asked: str, index: int) -> Device:
 
 def cuda_problem(index: int) -> str | None:
     """Return why this GPU cannot be used, with the remedy, or None; initialises CUDA and computes a sum on it."""
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # a broken installation: a shared library that is not there
-        raise EnvironmentProblem(f"torch does not import ({error}); reinstall it with: {INSTALL}") from error
+    load_torch()
+    import torch
 
     with warnings.catch_warnings(record=True) as told:  # an old driver speaks through a warning
         warnings.simplefilter("always")

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rmsnorm_cli import cli, session
+from rmsnorm_cli import cli, config, session
+from rmsnorm_cli.environment import Device
+from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir import interrupts
+from rmsnorm_cli.rundir.run import open_run
 
 QUESTIONS = {  # what a command line asks for -> whether it prints a JSON document
     "exercise --list": False,
@@ -88,22 +91,23 @@ def test_a_real_full_device_and_a_real_pipe_without_reader(words, tmp_path):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 EARLY = """
-import os, signal, sys
+import json, os, signal, sys
+during, numbers = sys.argv[1], json.loads(sys.argv[2])
+del sys.argv[1:3]
 class Import:  # signals arrive in the middle of the imports
     def find_spec(self, name, path=None, target=None):
-        if name == "rmsnorm_cli.cli":
-            for number in json.loads(sys.argv.pop(1)):
-                os.kill(os.getpid(), number)
-import json
+        if name == during:
+            while numbers:
+                os.kill(os.getpid(), numbers.pop(0))
 sys.meta_path.insert(0, Import())
 from rmsnorm_cli import __main__
 __main__.main()
 """
 
 
-def started_with(signals, *words):
+def started_with(signals, *words, during="rmsnorm_cli.cli"):
     return subprocess.run(
-        [sys.executable, "-c", EARLY, json.dumps(signals), *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", EARLY, during, json.dumps(signals), *words], capture_output=True, text=True, timeout=120
     )
 
 
@@ -114,6 +118,19 @@ def test_a_signal_during_the_imports_is_one_sentence_with_its_code(json_too, num
     done = started_with([number], "verify", *(["--json"] if json_too else []))
     assert (done.returncode, done.stderr) == (code, "error: interrupted\n")
     assert json.loads(done.stdout)["status"] == "interrupted" if json_too else not done.stdout
+
+
+@pytest.mark.case("B77")
+@pytest.mark.parametrize("command", ["verify", "audit"])
+def test_a_signal_that_torch_would_drop_while_it_imports_numpy_is_not_lost(command, tmp_path):
+    """Its C code takes whatever NumPy's import raises for a machine without NumPy, and goes on."""
+    settings = config.load("train", options={"run.dir": str(tmp_path)})
+    with open_run(settings, [], Device("auto", "interpreter", "cpu", "CPU"), {}) as made:
+        made.finish(Outcome("passed", "cpu", {"passed": 1}))
+    words = {"audit": (made.dir.name,), "verify": ("--impl", "reference", "--only", "forward", "--cols", "3")}
+    done = started_with([signal.SIGTERM], command, *words[command], "--runs-dir", str(tmp_path), during="numpy")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (143, "error: interrupted")
+    assert list(tmp_path.glob("2*")) == [made.dir]
 
 
 @pytest.mark.case("B77")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rmsnorm_cli import environment
 from rmsnorm_cli.errors import ConfigError, RmsnormError
 from rmsnorm_cli.results import CaseResult, Outcome, Status, Table, count, overall, strict_json
 from rmsnorm_cli.rundir import history
@@ -53,6 +54,7 @@ def checks(info: "RunInfo") -> Iterator[CaseResult]:
     settings, result = configuration(info)
     yield result
     if settings is not None and info.command == "train":
+        environment.load_torch()
         yield from checkpoints(info, settings)
 
 

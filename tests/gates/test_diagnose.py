@@ -122,7 +122,10 @@ def test_a_missing_last_row_points_to_the_grid(said):
     [
         (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps).double(), "the result has dtype torch.float64"),
         (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps)[None], "the result has shape (1, "),
-        (lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps).detach(), "y has no gradient: the call is cut off from autograd"),
+        (
+            lambda x, gamma, eps: RIGHT.norm()(x, gamma, eps).detach(),
+            "y has no gradient: the call is cut off from autograd",
+        ),
     ],
     ids=["dtype", "shape", "detached"],
 )
