@@ -74,15 +74,13 @@ def load(path: Path) -> tuple[int, State]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is refused: it is not a regular file")
     try:
-        with path.open("rb") as file:  # the mark first: what is none of ours may be of any size
+        with atomic.readable(path), path.open("rb") as file:  # the mark first: what is none of ours may be of any size
             file.seek(max(os.fstat(file.fileno()).st_size - COMMENT, 0))
             comment = file.read()
             file.seek(0)
             content = file.read() if comment.startswith(MARK) else b""
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there") from None
-    except OSError as problem:
-        raise EnvironmentProblem(f"{path} cannot be read: {problem.strerror}") from problem
     if not comment.startswith(MARK):
         raise CheckpointError(f"{path} is refused: it is cut short, or was not written by this tool")
     if comment != MARK + hashlib.sha256(memoryview(content)[:-COMMENT]).hexdigest().encode():
@@ -126,7 +124,11 @@ def newest(folder: Path, refuse: Callable[[State], str | None] = lambda state: N
 
 def listing(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder by ascending step; temporary files and strangers are none."""
-    named = [(NAME.fullmatch(path.name), path) for path in folder.glob("step-*.pt")]
+    try:
+        with atomic.readable(folder):
+            named = [(NAME.fullmatch(name), folder / name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return []
     return [path for match, path in sorted(((int(m[1]), p) for m, p in named if m), key=lambda pair: pair[0])]
 
 

@@ -4,6 +4,7 @@ The device is chosen before anything imports Triton: `TRITON_INTERPRET` is read 
 own `tl.sum` among them, so a process is in one mode from its first import of Triton to its end.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -55,7 +56,7 @@ def choose_device(asked: str = "auto", runs_dir: Path | str = "runs") -> Device:
     """
     index = cuda_index(asked)
     require("torch", "triton")
-    load_torch()
+    load("torch")
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(runs_dir).absolute() / CACHE / "triton"))
     if asked == "interpreter" or (asked == "auto" and interpreter_is_set()):
         return use_interpreter(asked)
@@ -88,16 +89,17 @@ def require(*packages: str) -> None:
         raise EnvironmentProblem(f"{' and '.join(missing)} {verb} not installed; install with: {INSTALL}")
 
 
-def load_torch() -> None:
-    """Import torch while signals wait: it imports NumPy, and drops all that this raises, as where there is none.
+def load(package: str) -> None:
+    """Import torch or triton while signals wait: what their compiled code meets as it starts does not reach us.
 
-    Raises EnvironmentProblem where it does not import.
+    torch imports NumPy and drops all that this raises, as where there is none; triton calls it a failed start.
+    Raises EnvironmentProblem where the package does not import.
     """
     try:
         with interrupts.deferred():
-            import torch  # noqa: F401  # for whoever imports it next
+            importlib.import_module(package)
     except (ImportError, OSError) as error:  # a broken installation: a shared library that is not there
-        raise EnvironmentProblem(f"torch does not import ({error}); reinstall it with: {INSTALL}") from error
+        raise EnvironmentProblem(f"{package} does not import ({error}); reinstall it with: {INSTALL}") from error
 
 
 def is_there(package: str) -> bool:
@@ -141,7 +143,7 @@ def triton_mode() -> Literal["cuda", "interpreter"] | None:
 
 
 def enter(mode: Literal["cuda", "interpreter"]) -> None:
-    """Set TRITON_INTERPRET for `mode`; EnvironmentProblem if Triton was imported in the other one."""
+    """Set TRITON_INTERPRET for `mode` and import Triton; EnvironmentProblem if it was imported in the other one."""
     imported = triton_mode()
     if imported not in (None, mode):
         setting = "with TRITON_INTERPRET=1" if mode == "interpreter" else "without TRITON_INTERPRET"
@@ -152,6 +154,7 @@ def enter(mode: Literal["cuda", "interpreter"]) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)
+    load("triton")
 
 
 def mark_cache(triton_cache: Path) -> None:
@@ -193,7 +196,7 @@ def use_cuda(asked: str, index: int) -> Device:
 
 def cuda_problem(index: int) -> str | None:
     """Return why this GPU cannot be used, with the remedy, or None; initialises CUDA and computes a sum on it."""
-    load_torch()
+    load("torch")
     import torch
 
     with warnings.catch_warnings(record=True) as told:  # an old driver speaks through a warning

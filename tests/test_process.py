@@ -121,14 +121,16 @@ def test_a_signal_during_the_imports_is_one_sentence_with_its_code(json_too, num
 
 
 @pytest.mark.case("B77")
-@pytest.mark.parametrize("command", ["verify", "audit"])
-def test_a_signal_that_torch_would_drop_while_it_imports_numpy_is_not_lost(command, tmp_path):
-    """Its C code takes whatever NumPy's import raises for a machine without NumPy, and goes on."""
+@pytest.mark.parametrize(
+    ("command", "during"), [("verify", "numpy"), ("verify", "triton.knobs"), ("audit", "numpy")], ids=str
+)
+def test_a_signal_while_compiled_code_starts_is_not_lost(command, during, tmp_path):
+    """What NumPy's import raises torch takes for a machine without NumPy, and goes on."""
     settings = config.load("train", options={"run.dir": str(tmp_path)})
     with open_run(settings, [], Device("auto", "interpreter", "cpu", "CPU"), {}) as made:
         made.finish(Outcome("passed", "cpu", {"passed": 1}))
     words = {"audit": (made.dir.name,), "verify": ("--impl", "reference", "--only", "forward", "--cols", "3")}
-    done = started_with([signal.SIGTERM], command, *words[command], "--runs-dir", str(tmp_path), during="numpy")
+    done = started_with([signal.SIGTERM], command, *words[command], "--runs-dir", str(tmp_path), during=during)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (143, "error: interrupted")
     assert list(tmp_path.glob("2*")) == [made.dir]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rmsnorm_cli import environment
 from rmsnorm_cli.errors import ConfigError, RmsnormError
 from rmsnorm_cli.results import CaseResult, Outcome, Status, Table, count, overall, strict_json
-from rmsnorm_cli.rundir import history
+from rmsnorm_cli.rundir import atomic, history
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
@@ -54,7 +54,7 @@ def checks(info: "RunInfo") -> Iterator[CaseResult]:
     settings, result = configuration(info)
     yield result
     if settings is not None and info.command == "train":
-        environment.load_torch()
+        environment.load("torch")
         yield from checkpoints(info, settings)
 
 
@@ -70,7 +70,8 @@ def hashes(info: "RunInfo") -> Iterator[CaseResult]:
         why = "the run was killed" if info.status == "running" else "it has been removed"
         yield verdict("hashes", "SHA256SUMS", "failed", f"there is none ({why}), so no file can be checked")
         return
-    recorded = listed(sums.read_text(encoding="utf-8", errors="replace"))
+    with atomic.readable(sums):
+        recorded = listed(sums.read_text(encoding="utf-8", errors="replace"))
     present = listed(history.checksums(info.dir))
     for name in sorted(recorded.keys() | present.keys()):
         if name not in present:

@@ -141,7 +141,7 @@ def make_plan(folder: int, scope: str, keep: int, older_than: float | None) -> P
         else:
             staying.append((name, reason or "another file system is mounted in it"))
     if scope != "cache":
-        staying += [(name, "its run.json is missing or damaged: look, and remove it yourself")
+        staying += [(name, "its run.json is missing, damaged or not readable: look, and remove it yourself")
                     for name in unreadable(inside(folder))]  # fmt: skip
         for name, target in stale_links(inside(folder), runs, {entry.name for entry in going}):
             going.append(Item(name, "link", remark=f"will point at {target}" if target else "goes"))

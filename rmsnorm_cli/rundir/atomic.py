@@ -112,6 +112,23 @@ def problem(error: OSError, path: Path) -> EnvironmentProblem:
 
 
 @contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which reads, into an EnvironmentProblem about `path`; a missing file stays one."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: Path) -> EnvironmentProblem:
+    """Return one sentence about a refused reading, with its remedy."""
+    remedy = "make it readable" if isinstance(error, PermissionError) else "look after that disk"
+    return EnvironmentProblem(f"{path} cannot be read ({error.strerror or error}); {remedy}")
+
+
+@contextmanager
 def elsewhere() -> Iterator[None]:
     """Add to a refused write that another runs folder may be chosen: what is begun can still be begun elsewhere."""
     try:

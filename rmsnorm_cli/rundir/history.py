@@ -118,12 +118,24 @@ def find(name: str | Path, runs_dir: Path) -> RunInfo:
                     raise ConfigError(f"{name}: that run was written by a newer rmsnorm ({info.facts.get('version')})")
                 refuse_odd(directory)
                 return info
+            refuse_closed(directory)
             if (directory / "run.json").is_file():
                 raise ConfigError(
                     f"{directory / 'run.json'} is damaged, or not one that rmsnorm wrote; "
                     "put back a copy of it, or name another run"
                 )
     raise ConfigError(f"{name} is no run directory: neither there nor in {runs_dir} does it hold a run.json of rmsnorm")
+
+
+def refuse_closed(directory: Path) -> None:
+    """Raise EnvironmentProblem where there may be a run.json that is not for us to read."""
+    path = directory / "run.json"
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except PermissionError as error:
+        raise atomic.unreadable(error, path) from error
+    except OSError:  # there is none
+        return
 
 
 def refuse_odd(directory: Path) -> None:
@@ -159,11 +171,10 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     """
     path = directory / "metrics.jsonl"
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is not whole
+        with atomic.readable(path):
+            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is not whole
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be read ({error.strerror})") from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -179,17 +190,23 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
 def checksums(directory: Path) -> str:
     """Return the lines of SHA256SUMS, as `sha256sum -c` reads them: every regular file but what `report` may add."""
     lines = []
-    for folder, inner, names in os.walk(directory):
+    for folder, inner, names in os.walk(directory, onerror=unread):
         top = Path(folder) == directory
         inner[:] = sorted(name for name in inner if not (top and name in UNHASHED))
         for name in sorted(names):
             path = Path(folder) / name
             if path.is_symlink() or not path.is_file() or atomic.is_temporary(path) or (top and name in UNHASHED):
                 continue
-            with atomic.explained(path), open(path, "rb") as file:
+            with atomic.readable(path), open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
     return "".join(lines)
+
+
+def unread(error: OSError) -> None:
+    """Raise EnvironmentProblem for a folder that cannot be listed: what it holds is neither there nor missing."""
+    with atomic.readable(Path(error.filename)):
+        raise error
 
 
 @contextmanager

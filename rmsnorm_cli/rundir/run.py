@@ -8,6 +8,7 @@
 JSON here is strict: a number that is not finite is the string "nan", "inf" or "-inf". All times are UTC.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -177,6 +178,9 @@ def reopen(
     run._facts = dict(facts)
     try:
         run.records(), refuse(info.dir, recorded)  # what is damaged is refused before anything is changed
+        with atomic.explained(info.dir):  # and so is a directory in which the log could be written, but no new file
+            if not os.access(info.dir, os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except BaseException:
         liveness.release(lock)
         raise
@@ -205,7 +209,7 @@ def make_directory(runs_dir: Path, command: str, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise atomic.problem(error, directory) from error
+            raise atomic.problem(error, runs_dir) from error
         return directory
     raise EnvironmentProblem(f"{runs_dir} holds 9,999 runs called {stem}; run rmsnorm clean")
 

@@ -420,7 +420,10 @@ def test_a_run_whose_record_is_damaged_stays_and_is_named(runs: Path, content: s
     (runs / "20260102T030000Z-notes").symlink_to(good)
     outcome = swept(runs)
     assert outcome.summary["kept"] == [
-        {"name": damaged.name, "reason": "its run.json is missing or damaged: look, and remove it yourself"}
+        {
+            "name": damaged.name,
+            "reason": "its run.json is missing, damaged or not readable: look, and remove it yourself",
+        }
     ]
     assert (damaged / "checkpoints" / "step-1.pt").exists()
     assert not good.exists()
