@@ -42,6 +42,10 @@ def execute(request: Request) -> int:
 
     refuse_nowhere()
     leads = rank() == 0  # under torchrun rank 0 speaks for all
+    if request.command != "train" and not leads:
+        raise ConfigError(
+            f"RANK is {rank()}, and {request.command} is one process's work; start it without torchrun, or unset RANK"
+        )
     console = Console(json=request.json and leads, quiet=request.quiet or not leads, silent=not leads)
     settings = config.load(
         request.command, file=request.config, environ=os.environ, sets=list(request.sets), options=request.options
@@ -76,7 +80,8 @@ def execute(request: Request) -> int:
         try:
             outcome: Outcome = command.run(run.settings, run, console, device, **extra)
         except BaseException as problem:
-            problem.run_dir = str(run.dir)  # type: ignore[attr-defined]
+            if run.writes:  # another rank's directory is gone by then
+                problem.run_dir = str(run.dir)  # type: ignore[attr-defined]
             raise
         if request.command in ("verify", "gradcheck"):
             from rmsnorm_cli.junit import junit

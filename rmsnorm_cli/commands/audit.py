@@ -82,6 +82,8 @@ def hashes(info: "RunInfo") -> Iterator[CaseResult]:
             yield verdict("hashes", name, "failed", f"its sha256 is {present[name][:16]}…, not {recorded[name][:16]}…")
         else:
             yield verdict("hashes", name, "passed", "as recorded")
+    for name, what in history.unlisted(info.dir):
+        yield verdict("hashes", name, "failed", f"{what}, which no run of this tool leaves")
 
 
 def listed(text: str) -> dict[str, str]:

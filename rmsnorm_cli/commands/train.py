@@ -6,8 +6,9 @@ rank 0 owns the run directory.
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.results import Outcome, strict_json
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.kernels import Implementation
     from rmsnorm_cli.rundir.run import Run
+    from rmsnorm_cli.training.ranks import Ranks
 
 
 def run(
@@ -45,7 +47,7 @@ def run(
 
     place = torch.device(device.torch_device)
     with ranks.joined(place) as here, protocol.deterministic(place), ExitStack() as stack:
-        settings = here.from_leader(settings)  # a seed drawn at random is rank 0's
+        settings = agreed(settings, here)
         taught = implementation or chosen(settings, run, device, stack)
         refuse_outside(taught, settings, device)
         data = {name: part.to(place) for name, part in network.partitions(settings.run.seed, settings.data).items()}
@@ -89,9 +91,8 @@ def refuse_unusable(directory: "Path", settings: "Settings") -> None:
     from rmsnorm_cli.training.place import place
 
     history.refuse_links(directory)
-    name = settings.train.fault or settings.run.impl[0]
     _, world = place()
-    own = lineage(settings, name, world, network.partitions(settings.run.seed, settings.data))
+    own = lineage(settings, named(settings), world, network.partitions(settings.run.seed, settings.data))
     folder = directory / "checkpoints"
     # The one of step 0 is saved before the first record is made.
     if not checkpoint.newest(folder, own.refusal) and history.read_records(directory):
@@ -99,6 +100,30 @@ def refuse_unusable(directory: "Path", settings: "Settings") -> None:
             f"{folder} holds no checkpoint although metrics.jsonl records steps, which need one to be continued; put "
             f"the checkpoints back, or train anew: rmsnorm train --config {directory / 'config.toml'}"
         )
+
+
+def named(settings: "Settings") -> str:
+    """Return the name of the implementation that will be taught, before it is loaded."""
+    return settings.train.fault or settings.run.impl[0]
+
+
+def agreed(settings: "Settings", here: "Ranks") -> "Settings":
+    """Return rank 0's settings, whose seed may be drawn at random; ConfigError where this rank's differ otherwise."""
+    from rmsnorm_cli.training import plan
+
+    def counted(of: "Settings") -> dict[str, Any]:
+        return {"train.steps": of.train.steps} | plan.identity(of, named(of), "", here.world) | {"seed": 0}
+
+    first = here.from_leader(settings)
+    own, expected = counted(settings), counted(first)
+    differing = [
+        f"{key} is {value!r} and not {expected[key]!r}" for key, value in own.items() if value != expected[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"rank {here.rank} was started with other settings than rank 0 ({', '.join(differing)}); start all alike"
+        )
+    return first
 
 
 def chosen(settings: "Settings", run: "Run", device: "Device", stack: ExitStack) -> "Implementation":

@@ -203,6 +203,26 @@ def checksums(directory: Path) -> str:
     return "".join(lines)
 
 
+def unlisted(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield what lies in a run directory and no list of hashes can name: links, and folders that hold nothing."""
+    for folder, inner, names in os.walk(directory, onerror=unread):
+        for name in sorted((*inner, *names)):
+            path = Path(folder) / name
+            shown = path.relative_to(directory).as_posix()
+            if path.is_symlink():
+                yield shown, f"a link to {os.readlink(path)}"
+            elif name in inner and not (shown in UNHASHED or any(path.iterdir())):
+                yield shown, "an empty folder"
+
+
+def drop_empty_folders(directory: Path) -> None:
+    """Remove the folders of a run whose files then were not written: no hash could stand for them."""
+    for folder, _, _ in os.walk(directory, topdown=False):
+        if Path(folder) != directory:
+            with suppress(OSError):  # it holds something
+                os.rmdir(folder)
+
+
 def unread(error: OSError) -> None:
     """Raise EnvironmentProblem for a folder that cannot be listed: what it holds is neither there nor missing."""
     with atomic.readable(Path(error.filename)):

@@ -289,6 +289,7 @@ def close(run: Run, status: str, exit_code: int, message: str) -> None:
         try:
             with atomic.explained(run.dir):
                 run.path(RESERVE).unlink(missing_ok=True)
+                history.drop_empty_folders(run.dir)
                 run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
                 atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
                 atomic.write(run.path("SHA256SUMS"), checksums(run.dir))

@@ -4,6 +4,7 @@ import os
 
 from rmsnorm_cli.errors import ConfigError
 
+LAST_PORT = 65535
 LAUNCH = "start with torchrun, or unset WORLD_SIZE and RANK for a process alone"
 
 
@@ -15,5 +16,8 @@ def place() -> tuple[int, int]:
         raise ConfigError(f"RANK={rank} of WORLD_SIZE={world} is no place among processes; {LAUNCH}")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if int(world) > 1 and missing:
-        raise ConfigError(f"WORLD_SIZE is {world} but {' and '.join(missing)} is not set; {LAUNCH}")
+        raise ConfigError(f"WORLD_SIZE is {world} without {' and '.join(missing)}; {LAUNCH}")
+    port = os.environ.get("MASTER_PORT", "0")
+    if int(world) > 1 and not (port.isdecimal() and int(port) <= LAST_PORT):
+        raise ConfigError(f"MASTER_PORT is {port!r}, expected a number up to {LAST_PORT}; {LAUNCH}")
     return int(rank), int(world)

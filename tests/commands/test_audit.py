@@ -92,6 +92,33 @@ def test_a_changed_a_missing_and_an_added_file_are_named(directory):
     assert wrong(directory) == hashes | {("metrics", "metrics.jsonl")}
 
 
+@pytest.mark.parametrize(
+    ("name", "add", "said"),
+    [
+        ("extra", lambda path: path.symlink_to("/etc/hostname"), "a link to /etc/hostname"),
+        ("inner", lambda path: path.symlink_to("declared"), "a link to declared"),
+        ("declared/gone", lambda path: path.symlink_to("nowhere"), "a link to nowhere"),
+        ("figures", lambda path: path.symlink_to("/tmp"), "a link to /tmp"),
+        ("printed", lambda path: path.mkdir(), "an empty folder"),
+        ("declared/more/inside", lambda path: path.mkdir(parents=True), "an empty folder"),
+    ],
+)
+def test_what_no_list_of_hashes_can_hold_is_named_where_it_was_added(directory, name, add, said):
+    add(directory / name)
+    (found,) = [result for result in audited(directory).results if result.status != "passed"]
+    assert (found.case, found.detail) == (name, f"{said}, which no run of this tool leaves")
+
+
+def test_a_run_that_wrote_nothing_into_a_folder_does_not_leave_it(tmp_path):
+    """A save that was cut short leaves no trace that an audit would have to call added."""
+    settings = config.load("verify", options={"run.dir": str(tmp_path)})
+    with open_run(settings, ["rmsnorm", "verify"], CPU, {}) as opened:
+        (opened.checkpoints / "deeper").mkdir()
+        opened.finish(train.Outcome("passed", "cpu", {"passed": 1}))
+    assert not (opened.dir / "checkpoints").exists()
+    assert wrong(opened.dir) == set()
+
+
 def better(line):
     return json.dumps(json.loads(line) | {"loss": json.loads(line)["loss"] * 0.99})
 

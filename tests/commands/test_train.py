@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from rmsnorm_cli import checkpoint, config, network
+from rmsnorm_cli import checkpoint, cli, config, network
 from rmsnorm_cli.commands import train
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError
@@ -20,6 +20,7 @@ from rmsnorm_cli.results import Outcome
 from rmsnorm_cli.rundir.run import open_run
 from rmsnorm_cli.training.lineage import lineage
 from rmsnorm_cli.training.plan import phases
+from rmsnorm_cli.training.ranks import Ranks
 
 SMALL = """
 [run]
@@ -207,10 +208,51 @@ def test_a_run_that_cannot_be_continued_is_refused_and_left_as_it_was(tool, tmp_
 
 
 @pytest.mark.case("B59")
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_a_torchrun_environment_is_refused_before_anything_is_made(tmp_path, monkeypatch, missing):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv(missing)
-    with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing} is not set; start with torchrun"):
-        train.check(settings(run__dir=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", None, "WORLD_SIZE is 2 without RANK; start with torchrun"),
+        ("RANK", "2", "RANK=2 of WORLD_SIZE=2 is no place among processes"),
+        ("MASTER_ADDR", None, "WORLD_SIZE is 2 without MASTER_ADDR"),
+        ("MASTER_PORT", None, "WORLD_SIZE is 2 without MASTER_PORT"),
+        ("MASTER_PORT", "http", "MASTER_PORT is 'http', expected a number up to 65535"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is '65536', expected"),
+    ],
+)
+def test_half_a_torchrun_environment_is_refused_before_anything_is_made(monkeypatch, name, value, said):
+    for each, right in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(each, right)
+    train.check(settings())
+    monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=said):
+        train.check(settings())
+
+
+@pytest.mark.parametrize("command", ["verify", "gradcheck", "bench", "exercise"])
+def test_what_one_process_does_is_not_done_silently_by_another_rank(monkeypatch, capsys, command):
+    """Of ranks other than the first nothing is printed or kept, so only what they do together is done there."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command])
+    assert ended.value.code == 2
+    assert f"RANK is 1, and {command} is one process's work" in capsys.readouterr().err
+
+
+@pytest.mark.case("B59")
+def test_ranks_that_were_started_with_other_settings_are_refused_by_name():
+    """What one of them was asked for would be dropped in silence; a seed drawn at random is the first rank's."""
+
+    class Second(Ranks):
+        def from_leader(self, value):
+            return settings(run__seed=9)
+
+    second = Second(1, 2)
+    assert train.agreed(settings(run__seed=4), second).run.seed == 9
+    for options, said in (
+        ({"train__steps": 7}, "train.steps is 7 and not 100"),
+        ({"run__impl": ["torch"]}, "implementation is 'torch' and not 'fused'"),
+        ({"train__batch": 3, "operator__eps": 0.5}, "eps is 0.5 and not 1e-06, train.batch is 3 and not 32"),
+    ):
+        with pytest.raises(ConfigError, match=f"rank 1 was started with other settings than rank 0 .{said}"):
+            train.agreed(settings(**options), second)
