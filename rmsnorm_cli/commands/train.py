@@ -82,8 +82,8 @@ def check(settings: "Settings") -> None:
 def refuse_unusable(directory: "Path", settings: "Settings") -> None:
     """Refuse, before anything is changed, what leads out of its directory or cannot be continued.
 
-    Raises ConfigError; CheckpointError where no checkpoint can be read, or none is this run's, or none is left of a
-    run that has recorded steps.
+    Raises ConfigError; EnvironmentProblem where files cannot be read or made; CheckpointError where no checkpoint can
+    be read, or none is this run's, or none is left of a run that has recorded steps.
     """
     from rmsnorm_cli import checkpoint, network
     from rmsnorm_cli.rundir import history
@@ -91,6 +91,7 @@ def refuse_unusable(directory: "Path", settings: "Settings") -> None:
     from rmsnorm_cli.training.place import place
 
     history.refuse_links(directory)
+    history.refuse_unwritable(directory)
     _, world = place()
     own = lineage(settings, named(settings), world, network.partitions(settings.run.seed, settings.data))
     folder = directory / "checkpoints"

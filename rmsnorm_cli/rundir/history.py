@@ -1,5 +1,6 @@
 """The run directories that are there: list, find and read them, their records and hashes, and the `latest` links."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -138,6 +139,12 @@ def refuse_closed(directory: Path) -> None:
         return
 
 
+def refuse_unwritable(directory: Path) -> None:
+    """Raise EnvironmentProblem where no file can be made: the log alone could grow, and its hash would not hold."""
+    if not os.access(directory, os.W_OK, effective_ids=True):
+        raise atomic.problem(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), directory)
+
+
 def refuse_odd(directory: Path) -> None:
     """Raise ConfigError where a run directory holds a pipe, a socket or a device: who reads one may wait for ever."""
     for path in sorted(directory.iterdir()):
@@ -215,8 +222,9 @@ def unlisted(directory: Path) -> Iterator[tuple[str, str]]:
                 yield shown, "an empty folder"
 
 
-def drop_empty_folders(directory: Path) -> None:
-    """Remove the folders of a run whose files then were not written: no hash could stand for them."""
+def tidy(directory: Path) -> None:
+    """Remove a run's reserve, and folders whose files then were not written: no hash could stand for them."""
+    (directory / RESERVE).unlink(missing_ok=True)
     for folder, _, _ in os.walk(directory, topdown=False):
         if Path(folder) != directory:
             with suppress(OSError):  # it holds something

@@ -8,7 +8,6 @@
 JSON here is strict: a number that is not finite is the string "nan", "inf" or "-inf". All times are UTC.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -178,9 +177,6 @@ def reopen(
     run._facts = dict(facts)
     try:
         run.records(), refuse(info.dir, recorded)  # what is damaged is refused before anything is changed
-        with atomic.explained(info.dir):  # and so is a directory in which the log could be written, but no new file
-            if not os.access(info.dir, os.W_OK, effective_ids=True):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except BaseException:
         liveness.release(lock)
         raise
@@ -288,8 +284,7 @@ def close(run: Run, status: str, exit_code: int, message: str) -> None:
         run._facts |= {"status": status, "exit_code": exit_code, "message": message, "finished": stamp(now())}
         try:
             with atomic.explained(run.dir):
-                run.path(RESERVE).unlink(missing_ok=True)
-                history.drop_empty_folders(run.dir)
+                history.tidy(run.dir)
                 run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
                 atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
                 atomic.write(run.path("SHA256SUMS"), checksums(run.dir))
