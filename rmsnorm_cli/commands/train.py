@@ -73,9 +73,12 @@ def plan(settings: "Settings") -> list[str]:
 
 
 def check(settings: "Settings") -> None:
-    """Raise ConfigError where the environment gives this process no place among those of a data-parallel run."""
+    """Raise ConfigError for an unknown mistake, and where this process has no place in a data-parallel run."""
+    from rmsnorm_cli import faults
     from rmsnorm_cli.training.place import place
 
+    if settings.train.fault:
+        faults.find(settings.train.fault)
     place()
 
 

@@ -228,6 +228,11 @@ def test_half_a_torchrun_environment_is_refused_before_anything_is_made(monkeypa
         train.check(settings())
 
 
+def test_a_mistake_that_is_not_in_the_catalogue_is_refused_before_anything_is_made():
+    with pytest.raises(ConfigError, match="'padded-blok' is not in the catalogue"):
+        train.check(settings(train__fault="padded-blok"))
+
+
 @pytest.mark.parametrize("command", ["verify", "gradcheck", "bench", "exercise"])
 def test_what_one_process_does_is_not_done_silently_by_another_rank(monkeypatch, capsys, command):
     """Of ranks other than the first nothing is printed or kept, so only what they do together is done there."""
