@@ -1,6 +1,6 @@
 """What all tests share: the device they run on, the interpreter where there is no GPU, and the table of reported cases.
 
-`pytest -m case --immunity docs/immunity.md` runs what covers a public report (tests/reported/cases.toml) and writes the
+`pytest -m case --immunity=docs/immunity.md` runs what covers a public report (tests/reported/cases.toml) and writes the
 column of this machine; the column of the other one is taken over from docs/immunity.md.
 
 Hypothesis draws the same few cases each time; FUZZ=nightly in the environment makes it 2000 fresh ones a test.
@@ -175,7 +175,7 @@ def rendered(results: dict[str, tuple[str, str]], heads: tuple[str, str]) -> str
         "# Immune to what has bitten others",
         "",
         "Public reports about fused norms and the tools around them, what is right, and the tests that would have",
-        "shown the fault here; each report stands for a kind. Written by `pytest -m case --immunity docs/immunity.md`,",
+        "shown the fault here; each report stands for a kind. Written by `pytest -m case --immunity=docs/immunity.md`,",
         "each column on its own machine; numbers count tests, parameters included. References: paths below github.com.",
         "",
         *(f"* {column}: {head}" for column, head in zip(COLUMNS, heads, strict=True)),

@@ -18,7 +18,7 @@ def test_every_case_says_what_goes_wrong_what_is_right_and_where_it_was_reported
 
 
 def test_the_committed_table_has_every_case_and_no_test_that_is_gone(committed_table, fresh_table):
-    """If not, write it anew: pytest -m case --immunity docs/immunity.md. Tests may be newer than the last run."""
+    """If not, write it anew: pytest -m case --immunity=docs/immunity.md. Tests may be newer than the last run."""
     assert committed_table.keys() == fresh_table.keys()
     for identifier, (wrong, right, tests, *results) in committed_table.items():
         assert [wrong, right] == fresh_table[identifier][:2], identifier
