@@ -177,6 +177,7 @@ def rendered(results: dict[str, tuple[str, str]], heads: tuple[str, str]) -> str
         "Public reports about fused norms and the tools around them, what is right, and the tests that would have",
         "shown the fault here; each report stands for a kind. Written by `pytest -m case --immunity=docs/immunity.md`,",
         "each column on its own machine; numbers count tests, parameters included. References: paths below github.com.",
+        "What was wrong here, and how its kind was mended: [mended.md](mended.md).",
         "",
         *(f"* {column}: {head}" for column, head in zip(COLUMNS, heads, strict=True)),
     ]
