@@ -2,9 +2,6 @@
 
 import os
 
-from rich.control import strip_control_codes
-from rich.text import Text
-
 
 class RmsnormError(Exception):
     """A failure that ends a command with one sentence for the user and the class's exit code."""
@@ -75,6 +72,9 @@ def of_the_machine(problem: BaseException) -> bool:
 
 def flat(said: object) -> str:
     """Return what somebody else's code said as one line, without a terminal's colours and control characters."""
+    from rich.control import strip_control_codes  # here: the configuration, which imports this, does without
+    from rich.text import Text
+
     line = " ".join(str(said).split())  # first, since to a terminal a carriage return begins the line anew
     return strip_control_codes(Text.from_ansi(line).plain).strip()
 
