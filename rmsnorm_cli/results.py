@@ -86,12 +86,12 @@ def folded(scopes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     joined: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in scopes:
-        key = tuple(str(entry[name]) for name in ("impl", "execution", "scope", "gate"))
-        alike = joined.get(key)
-        if entry["passed"] < entry["cases"] or alike is None:
-            rows.append(dict(entry))
-            if entry["passed"] == entry["cases"]:
-                joined[key] = rows[-1]
+        row = dict(entry)
+        alike = row
+        if entry["passed"] == entry["cases"]:
+            alike = joined.setdefault(tuple(str(entry[name]) for name in ("impl", "execution", "scope", "gate")), row)
+        if alike is row:
+            rows.append(row)
             continue
         alike["dtype"] += f", {entry['dtype']}"
         alike["cases"] += entry["cases"]

@@ -79,10 +79,13 @@ def scrolling(inner: Markup, label: str) -> Markup:
 
 def _cell(content: str) -> Markup:
     word, colon, rest = content.partition(":")
-    inside = [element("span", word, class_=f"status {word}"), colon + rest] if word in WORDS else content
-    if len(content) <= WIDE:
-        return element("td", inside)
-    return Markup(element("td", inside, class_="wide").replace("/", "/<wbr>").replace("</<wbr>", "</"))
+    inside = [element("span", word, class_=f"status {word}"), _text(colon + rest)] if word in WORDS else _text(content)
+    return element("td", inside, class_="wide") if len(content) > WIDE else element("td", inside)
+
+
+def _text(content: str) -> Markup:
+    """Escape text that may be broken into lines behind a slash, as the names of cases and files have many."""
+    return Markup(escape(content).replace("/", "/<wbr>"))
 
 
 def facts(values: Mapping[str, str]) -> Markup:

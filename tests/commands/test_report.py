@@ -14,6 +14,7 @@ from rmsnorm_cli.commands import report as command
 from rmsnorm_cli.console import Console
 from rmsnorm_cli.errors import ConfigError
 from rmsnorm_cli.exercise.summary import kept
+from rmsnorm_cli.page import html
 from rmsnorm_cli.results import Table
 from rmsnorm_cli.timing import Sample, Session
 
@@ -463,3 +464,9 @@ def test_the_page_of_one_run_is_the_same_when_it_is_made_again(run_of):
     where, _, page = run_of("verify")
     command.report([where.name], None, where.parent, Console(quiet=True))
     assert (where / "report.html").read_text() == page
+
+
+def test_names_of_cases_break_behind_a_slash_and_markup_stays_whole():
+    made = html.table(Table("t", ("seen",), (("failed: float32/7x258 </td>",),)))
+    assert "float32/<wbr>7x258 &lt;/<wbr>td&gt;</td>" in made
+    assert "</<wbr>" not in made
