@@ -91,8 +91,8 @@ FAULTS = (
         story="dx lacks the factor rstd in front of everything, on every path. Rows of rms 1 hide it.",
         changes=(
             Change(
-                "return tl.fma(-x_hat, spread(mean_ux_hat, ROWS), u) * spread(rstd, ROWS)",
-                "return tl.fma(-x_hat, spread(mean_ux_hat, ROWS), u)",
+                "return tl.fma(x_hat, spread(-mean_ux_hat, ROWS), u) * spread(rstd, ROWS)",
+                "return tl.fma(x_hat, spread(-mean_ux_hat, ROWS), u)",
             ),
         ),
         exposing=rows(),

@@ -19,8 +19,8 @@ from rmsnorm_cli.kernels.frontplan import (
     holds_ring,
     multiprocessors,
     refused,
-    ring,
     ring_constants,
+    ringbackward,
     takes_ring,
 )
 from rmsnorm_cli.kernels.program import Program
@@ -115,7 +115,7 @@ class BackwardPlan:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
         needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
         constants = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages, **self.flags, **needs}
-        self.main = Program(backward.walk_kernel, constants, config.warps)
+        self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
         self._sum(programs, self.early)
@@ -144,7 +144,7 @@ class BackwardPlan:
             "DEPENDENT": self.early,
         }
         self.main = Program(
-            ring.ring_backward_kernel, constants, config.warps, cooperative=K > 1, registers=config.registers
+            ringbackward.ring_backward_kernel, constants, config.warps, cooperative=K > 1, registers=config.registers
         )
         self.grid = (groups * K, 1)
         self.words = groups * K * 8 if K > 1 else 0

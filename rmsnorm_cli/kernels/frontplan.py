@@ -18,12 +18,13 @@ from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, Rows, alignment, describe, output_form, walking_order
-from rmsnorm_cli.kernels.tables import RING_SCRATCH, Backward, Forward, divided, forward_by_chunks, forward_table
+from rmsnorm_cli.kernels.tables import Backward, Forward, divided, forward_by_chunks, forward_table, ring_bytes
 
 try:
-    from rmsnorm_cli.kernels import ring as ring
+    from rmsnorm_cli.kernels import ringbackward as ringbackward
+    from rmsnorm_cli.kernels import ringforward as ringforward
 except ImportError:  # pragma: no cover  # Gluon is experimental: where it has moved, no path needs it
-    ring = None  # type: ignore[assignment]
+    ringbackward = ringforward = None  # type: ignore[assignment]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -50,7 +51,7 @@ def shared_memory(device: int) -> int:
 
 def takes_ring(x: Tensor, align: int, rows: Sequence[Rows]) -> bool:
     """Say whether a kernel written for CUDA can copy these rows into shared memory 16 bytes at a time."""
-    if ring is None or INTERPRETED or torch.version.hip is not None or x.dtype == torch.float64:
+    if ringforward is None or INTERPRETED or torch.version.hip is not None or x.dtype == torch.float64:
         return False
     return align * x.element_size() == VECTOR_BYTES and all(lie.unit for lie in rows)
 
@@ -59,23 +60,24 @@ def holds_ring(config: Forward | Backward, N: int, tensors: int, x: Tensor) -> b
     """Say whether a ring is what the table asks for, and whether the card has the shared memory and the programs."""
     if config.path != "ring":
         return False
-    parts, _, pieces = divided(config, N, x.element_size())
-    bytes_needed = tensors * config.stages * pieces * config.A * x.element_size() + RING_SCRATCH
-    return bytes_needed <= shared_memory(x.get_device()) and (parts == 1 or can_share(parts, config.per_sm, x))
+    parts, _, _ = divided(config, N, x.element_size())
+    fits = ring_bytes(config, tensors) <= shared_memory(x.get_device())
+    return fits and (parts == 1 or can_share(parts, config.per_sm, x))
 
 
 def ring_constants(config: Forward | Backward, N: int, itemsize: int, align: int) -> dict[str, Any]:
     """Return what both `ring` kernels are compiled for."""
     K, width, pieces = divided(config, N, itemsize)
     return {
-        "CHUNK": config.A,
         "PIECES": pieces,
-        "DEPTH": config.stages,
+        "DEPTH": config.stages // pieces,
+        "EXTRA": config.stages % pieces,
         "WARPS": config.warps,
+        "PACKED": config.packed,
         "SHARED": K > 1,
         "LAG": config.lag if K > 1 else 0,
         "PARTS": triton.next_power_of_2(K),
-        "FULL": pieces * config.A == width and N % width == 0,
+        "FULL": pieces * 32 * config.warps * 16 == width * itemsize and N % width == 0,
         "ALIGN": align,
     }
 
@@ -160,7 +162,7 @@ class ForwardPlan:
         constants = ring_constants(config, self.N, x.element_size(), self.align)
         flags = {name: value for name, value in self.flags.items() if name != "UNIT"}
         self.program = Program(
-            ring.ring_forward_kernel,
+            ringforward.ring_forward_kernel,
             {**constants, **flags},
             config.warps,
             cooperative=K > 1,

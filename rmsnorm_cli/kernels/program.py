@@ -31,7 +31,7 @@ class Program:
 
     `constants` are its constexprs, in the order of its signature, which they end. `cooperative`: all programs are
     resident at once, or the launch raises. `dependent`: it may be scheduled while the kernel before it in the stream
-    still runs; the kernel itself waits where it must. `registers`: the most a thread may use.
+    still runs; the kernel itself waits where it must. `registers`: the most a thread may use, on NVIDIA's cards.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Program:
             self.options["launch_cooperative_grid"] = True
         if dependent:
             self.options["launch_pdl"] = True
-        if registers is not None:
+        if registers is not None and torch.version.hip is None:
             self.options["maxnreg"] = registers
         self._call: Callable[..., None] | None = None
         self._middle: tuple[Any, ...] = ()

@@ -15,7 +15,8 @@ class Forward:
     """How a forward is launched. `rows`: ROWS rows a program, columns in tiles A + B; `reload`: one row, read twice.
 
     `shared`: K programs a row, A columns each, `per_sm` programs on an SM; `loop`: one row in chunks of A.
-    `ring`: at most B columns a program, in pieces of A, `stages` rows in shared memory, a row finished `lag` rows late.
+    `ring`: at most A columns a program, room for `stages` pieces of a row in shared memory (a piece: 16 bytes a
+    thread), a row finished `lag` rows late, gamma's 16-bit numbers in pairs in registers where `packed`.
     """
 
     path: Literal["rows", "reload", "shared", "ring", "loop"]
@@ -27,6 +28,7 @@ class Forward:
     per_sm: int = 0
     registers: int | None = None
     lag: int = 0
+    packed: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Backward:
     """How a backward is launched. `walk`: tiles of `rows` rows, columns A + B; `reload`: one row, read twice.
 
     `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
-    `ring`: at most B columns a program, in pieces of A, `stages` rows in shared memory, a row finished `lag` rows late.
-    `per_sm` programs on an SM, loads `stages` - 1 tiles ahead.
+    `ring`: as in the forward. `per_sm` programs on an SM, loads `stages` - 1 tiles ahead. `registers`: the most a
+    thread may use; what the compiler makes of a step changes with it, and so does its time, by up to four points.
     """
 
     path: Literal["walk", "reload", "shared", "ring", "chunks"]
@@ -47,6 +49,7 @@ class Backward:
     per_sm: int = 1
     registers: int | None = None
     lag: int = 0
+    packed: bool = True
 
 
 def cover(N: int) -> tuple[int, int]:
@@ -76,27 +79,30 @@ def whole(N: int, itemsize: int) -> bool:
 
 def divided(config: Forward | Backward, N: int, itemsize: int) -> tuple[int, int, int]:
     """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces."""
-    parts = -(-N // config.B)
+    parts = -(-N // config.A)
     vector = 16 // itemsize
     width = -(-N // (parts * vector)) * vector
-    return parts, width, -(-width // config.A)
+    return parts, width, -(-width // (32 * config.warps * vector))
+
+
+def ring_bytes(config: Forward | Backward, tensors: int) -> int:
+    """Return how much shared memory a program of a `ring` takes that keeps rows of so many tensors."""
+    return tensors * config.stages * 32 * config.warps * 16 + RING_SCRATCH
 
 
 def forward_ring(N: int, itemsize: int) -> Forward | None:
     """Choose the forward launch for rows that pass through a ring in shared memory, or None where that is no faster.
 
-    bf16 on one H200, 2026-11-30, share of a plain stream, before (`shared`) and now: 78 → 87 % at 73728 columns,
-    86 → 91 at 131072, 87 → 91 at 262144, 60 → 82 at 1048576.
+    bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 79 → 90 % at 36864
+    columns, 83 → 90 at 40960, 78 → 88 at 73728, 86 → 92 at 131072, 60 → 82 at 1048576.
     """
-    if N * itemsize <= 131072 or itemsize == 8:
+    if itemsize == 8 or N * itemsize <= 65536:
         return None
-    if itemsize == 4:
-        return (
-            Forward("ring", 1024, 1024, 1, 2, 5, 10, 96, 2)
-            if N <= 65536
-            else Forward("ring", 2048, 2048, 1, 4, 5, 5, 96, 2)
-        )
-    return Forward("ring", 2048, 2048, 1, 2, 5, 10, 96, 2)
+    if N * itemsize <= 131072:
+        return Forward("ring", 94208 // itemsize, warps=16, stages=24, registers=104) if N * itemsize <= 94208 else None
+    if itemsize == 4 and N > 65536:
+        return Forward("ring", 2048, warps=4, stages=20, per_sm=5, registers=96, lag=2)
+    return Forward("ring", 4096 // itemsize, warps=2, stages=20, per_sm=10, registers=96, lag=3)
 
 
 def narrow_forward(N: int, itemsize: int) -> Forward:
@@ -158,25 +164,23 @@ def forward_by_chunks(itemsize: int) -> Forward:
 def backward_ring(N: int, itemsize: int) -> Backward | None:
     """Choose the backward launch for rows that pass through a ring in shared memory, or None where that is no faster.
 
-    bf16 on one H200, 2026-11-30, share of a plain stream, before (`reload`, `shared`) and now: 83 → 90 % at 16384
-    columns, 74 → 86 at 20480, 74 → 89 at 32768, 70 → 84 at 65536, 72 → 84 at 131072, 73 → 84 at 262144.
+    bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 83 → 91 % at 16384
+    columns, 74 → 91 at 20480, 74 → 90 at 32768, 70 → 88 at 65536, 72 → 87 at 131072, 73 → 87 at 262144.
     """
-    two_small = {"warps": 8, "per_sm": 2, "registers": 128, "lag": 1}  # two programs on an SM hide each other's waiting
-    if itemsize == 2 and N > 10240:
-        if N <= 16384:
-            return Backward("ring", 4096, 16384, 1, 16, 3)
-        if N <= 20480:
-            return Backward("ring", 2048, 10240, stages=2, **two_small)
-        if N <= 24576 or 36864 < N <= 40960 or 98304 < N <= 196608 or N > 2**19:
-            return Backward("ring", 2048, 8192, stages=3, **two_small)
-        return Backward("ring", 4096, 16384, 1, 16, 3, lag=1)
-    if itemsize == 4 and N > 16384:
-        if N <= 20480:
-            return Backward("ring", 2048, 10240, 1, 16, 2, lag=1)
-        if 49152 < N <= 98304:
-            return Backward("ring", 2048, 4096, stages=3, **two_small)
-        return Backward("ring", 4096, 8192, 1, 16, 3, lag=1)
-    return None
+    if itemsize == 8 or N * itemsize <= (20480 if itemsize == 2 else 65536):
+        return None
+    size = N * itemsize
+    if itemsize == 2 and size <= 32768:
+        return Backward("ring", 16384, warps=8, stages=20, registers=232)
+    if size <= 40960 or (73728 if itemsize == 2 else 65536) < size <= 81920:  # one program a row, or two
+        return Backward("ring", 40960 // itemsize, warps=16, stages=14 if itemsize == 2 else 12, lag=1)
+    if 196608 < size <= 393216 or size > 2**20:  # two programs on an SM hide each other's waiting
+        return Backward("ring", 16384 // itemsize, warps=8, stages=13, per_sm=2, registers=128, lag=1)
+    if size % 32768 == 0 and size <= 196608:  # no lane is masked
+        return Backward("ring", 32768 // itemsize, warps=8, stages=24, registers=200, lag=1, packed=False)
+    if size <= 131072:
+        return Backward("ring", 32768 // itemsize, warps=16, stages=14, lag=1)
+    return Backward("ring", 32768 // itemsize, warps=8, stages=28, lag=1)
 
 
 def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
@@ -197,11 +201,15 @@ def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
     if width <= 2048:
         return Backward("walk", A, B, 1, 4, 4, 2) if itemsize == 2 else Backward("walk", A, B, 2, 16, 3, 1)
     if itemsize == 4 and width <= 8192:
-        return Backward("walk", A, B, 1, 16, 3, 1)
-    if width <= 4096:
-        return Backward("walk", A, B, 2, 8, 3 if B == 0 else 4, 1)
-    if width <= 8192:
-        return Backward("walk", A, B, 1, 16 if B == 2048 else 8, 3 if B == 0 else 4, 1)
+        return Backward("walk", A, B, 1, 16, 3, 1, 88 if width == 8192 else None)
+    if width < 4096:
+        return Backward("walk", A, B, 2, 8, 4, 1, 200)
+    if width == 4096:
+        return Backward("walk", A, B, 1, 16, 5, 1, 80)
+    if width < 8192:
+        return Backward("walk", A, B, 1, 16 if B == 2048 else 8, 4, 1)
+    if width == 8192:
+        return Backward("walk", A, B, 1, 16, 3, 1, 104)
     if width <= 12288 and itemsize == 2:
         return Backward("walk", A, B, 1, 16, 3, 1)
     if width <= 16384:

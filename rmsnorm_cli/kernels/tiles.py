@@ -179,4 +179,4 @@ def weighted(values, gamma, ROWS: tl.constexpr, GAMMA: tl.constexpr):
 @triton.jit
 def input_gradient(u, x_hat, mean_ux_hat, rstd, ROWS: tl.constexpr):
     """Return dx = rstd · (u − x_hat · mean(u · x_hat)): rstd³ by itself can leave the range of fp32."""
-    return tl.fma(-x_hat, spread(mean_ux_hat, ROWS), u) * spread(rstd, ROWS)
+    return tl.fma(x_hat, spread(-mean_ux_hat, ROWS), u) * spread(rstd, ROWS)
