@@ -144,7 +144,12 @@ class BackwardPlan:
             "DEPENDENT": self.early,
         }
         self.main = Program(
-            ringbackward.ring_backward_kernel, constants, config.warps, cooperative=K > 1, registers=config.registers
+            ringbackward.ring_backward_kernel,
+            constants,
+            config.warps,
+            cooperative=K > 1,
+            registers=config.registers,
+            per_sm=config.per_sm,
         )
         self.grid = (groups * K, 1)
         self.words = groups * K * 8 if K > 1 else 0

@@ -18,7 +18,15 @@ from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, Rows, alignment, describe, output_form, walking_order
-from rmsnorm_cli.kernels.tables import Backward, Forward, divided, forward_by_chunks, forward_table, ring_bytes
+from rmsnorm_cli.kernels.tables import (
+    Backward,
+    Forward,
+    divided,
+    forward_by_chunks,
+    forward_table,
+    ring_bytes,
+    whole_pieces,
+)
 
 try:
     from rmsnorm_cli.kernels import ringbackward as ringbackward
@@ -67,17 +75,16 @@ def holds_ring(config: Forward | Backward, N: int, tensors: int, x: Tensor) -> b
 
 def ring_constants(config: Forward | Backward, N: int, itemsize: int, align: int) -> dict[str, Any]:
     """Return what both `ring` kernels are compiled for."""
-    K, width, pieces = divided(config, N, itemsize)
+    K, _, pieces = divided(config, N, itemsize)
     return {
         "PIECES": pieces,
         "DEPTH": config.stages // pieces,
         "EXTRA": config.stages % pieces,
         "WARPS": config.warps,
-        "PACKED": config.packed,
         "SHARED": K > 1,
         "LAG": config.lag if K > 1 else 0,
         "PARTS": triton.next_power_of_2(K),
-        "FULL": pieces * 32 * config.warps * 16 == width * itemsize and N % width == 0,
+        "WHOLE": whole_pieces(config, N, itemsize),
         "ALIGN": align,
     }
 

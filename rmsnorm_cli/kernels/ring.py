@@ -9,8 +9,9 @@ registers: only gamma and the sums for dgamma are. Then the row that takes its p
 Rings of their own, since the compiler puts a barrier between two copies into the same one.
 
 Where K programs share a row, they exchange their sums as in `split.py`, with the same words, and for the same reason
-all of them must be resident. LAG is by how many rows a row is finished later than it was summed; with WORDS = 8 the
-proof in `split.py` holds up to LAG = 3, where step s - 8 is the last that all have read.
+all of them must be resident. LAG is by how many rows a row is finished later than it was summed: up to 3, since by
+the proof in `split.py` step s - 2 - 2·LAG is the last that all have read when step s is published, and step s takes the
+words of step s - 8. (With LAG = 4 the kernel hangs.)
 
 Written in Gluon, Triton's language with explicit layouts and shared memory: Triton itself reads a tile from shared
 memory once and then keeps it in registers, which a row of 16384 columns does not fit beside its sums.
@@ -55,7 +56,7 @@ def start(ptr, offset, columns, ALIGN: gl.constexpr):
 @gluon.jit
 def ask(
     ring, slot, tensor, row, M, columns, n,
-    FIRST: gl.constexpr, LAST: gl.constexpr, TWO: gl.constexpr, FULL: gl.constexpr, ALIGN: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr, TWO: gl.constexpr, WHOLE: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     """Start copying pieces FIRST to LAST of a row into a slot; what lies past the n columns or the M rows becomes 0.
 
@@ -64,7 +65,7 @@ def ask(
     CHUNK: gl.constexpr = columns.shape[0]
     pointers = start(tensor[0], row_offset(row, tensor[1], tensor[2], tensor[3], TWO, ALIGN), columns, ALIGN)
     for piece in gl.static_range(FIRST, LAST):
-        inside = columns >= 0 if FULL else columns < n - piece * CHUNK
+        inside = columns >= 0 if piece < WHOLE else columns < n - piece * CHUNK
         async_copy.async_copy_global_to_shared(ring[piece].index(slot), pointers + piece * CHUNK, inside & (row < M))
 
 
@@ -104,30 +105,37 @@ def weights(gamma_ptr, columns, gamma_col, n, GAMMA: gl.constexpr, UNIT: gl.cons
 
 
 @gluon.jit
-def weighted(values, gamma, GAMMA: gl.constexpr, PACKED: gl.constexpr):
-    """Return values · gamma. PACKED: 16-bit weights stay in pairs, half the registers for one instruction a number."""
+def weighted(values, gamma, GAMMA: gl.constexpr):
+    """Return values · gamma. 16-bit weights stay packed in pairs: the compiler would carry them as fp32 and spill."""
     if not GAMMA:
         return values
-    elif PACKED and gamma.dtype.primitive_bitwidth == 16:
+    elif gamma.dtype.primitive_bitwidth == 16:
         pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gamma], gamma.dtype, is_pure=False, pack=2)
         return values * pairs.to(gl.float32)
     else:
-        return values * gamma.to(gl.float32)
+        return values * gamma
 
 
 @gluon.jit
 def total(tile, WARPS: gl.constexpr):
-    """Return the sum of a tile of one vector a thread. Its warps meet at one barrier, not at gl.sum's two."""
-    by_warp = gl.sum(tile.reshape([WARPS, tile.shape[0] // WARPS]), 1)
-    return gl.sum(gl.convert_layout(by_warp, gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    """Return the sum of a tile of one vector a thread.
+
+    Up to 8 warps meet at one barrier, then each thread reads all their sums; gl.sum has two barriers, but needs fewer
+    registers than 16 sums take.
+    """
+    if WARPS <= 8:
+        by_warp = gl.sum(tile.reshape([WARPS, tile.shape[0] // WARPS]), 1)
+        return gl.sum(gl.convert_layout(by_warp, gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0)
+    else:
+        return gl.sum(tile, 0)
 
 
 @gluon.jit
-def put(pointers, columns, piece: gl.constexpr, values, n, FULL: gl.constexpr):
+def put(pointers, columns, piece: gl.constexpr, values, n, WHOLE: gl.constexpr):
     """Write a piece of one contiguous row, rounding once."""
     shift: gl.constexpr = piece * columns.shape[0]
     values = values.to(pointers.dtype.element_ty)
-    if FULL:
+    if piece < WHOLE:
         gl.store(pointers + shift, values)
     else:
         gl.store(pointers + shift, values, mask=columns < n - shift)

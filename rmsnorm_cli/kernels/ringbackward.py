@@ -38,12 +38,13 @@ def ring_backward_kernel(
     M: gl.int64, N: gl.int32, K: gl.int32, width: gl.int32,
     dy_per: gl.int64, dy_outer: gl.int64, dy_inner: gl.int64, dy_col: gl.int64,
     x_per: gl.int64, x_outer: gl.int64, x_inner: gl.int64, x_col: gl.int64, gamma_col: gl.int64,
-    PIECES: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, WARPS: gl.constexpr, PACKED: gl.constexpr,
-    SHARED: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, FULL: gl.constexpr, ALIGN: gl.constexpr,
+    PIECES: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, WARPS: gl.constexpr,
+    SHARED: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr, ALIGN: gl.constexpr,
     DY_TWO: gl.constexpr, TWO: gl.constexpr, GAMMA: gl.constexpr, GAMMA_UNIT: gl.constexpr, DGAMMA: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Write dx of every row of this program's group, as far as its columns go, and the group's sums for dgamma."""
+    gl.static_assert(LAG <= 3, "a word would be overwritten before all have read it")
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     CHUNK: gl.constexpr = 32 * WARPS * VECTOR
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [WARPS], [0])
@@ -63,12 +64,12 @@ def ring_backward_kernel(
     for slot in gl.static_range(DEPTH + 1):
         row = (group + slot * groups).to(gl.int64)
         if EXTRA > 0:
-            ask(ring_x, slot, x, row, M, columns, n, 0, EXTRA, TWO, FULL, ALIGN)
-            ask(ring_dy, slot, dy, row, M, columns, n, 0, EXTRA, DY_TWO, FULL, ALIGN)
+            ask(ring_x, slot, x, row, M, columns, n, 0, EXTRA, TWO, WHOLE, ALIGN)
+            ask(ring_dy, slot, dy, row, M, columns, n, 0, EXTRA, DY_TWO, WHOLE, ALIGN)
             async_copy.commit_group()
         if slot < DEPTH:
-            ask(ring_x, slot, x, row, M, columns, n, EXTRA, PIECES, TWO, FULL, ALIGN)
-            ask(ring_dy, slot, dy, row, M, columns, n, EXTRA, PIECES, DY_TWO, FULL, ALIGN)
+            ask(ring_x, slot, x, row, M, columns, n, EXTRA, PIECES, TWO, WHOLE, ALIGN)
+            ask(ring_dy, slot, dy, row, M, columns, n, EXTRA, PIECES, DY_TWO, WHOLE, ALIGN)
             async_copy.commit_group()
     gamma = weights(gamma_ptr, columns, gamma_col, n, GAMMA, GAMMA_UNIT, PIECES)
     sums = ()
@@ -91,7 +92,7 @@ def ring_backward_kernel(
         products = gl.zeros((CHUNK,), gl.float32, LAYOUT)
         for piece in gl.static_range(PIECES):
             x_hat = held(ring_x, head, piece, EXTRA, LAYOUT) * rstd
-            u = weighted(held(ring_dy, head, piece, EXTRA, LAYOUT), gamma[piece], GAMMA, PACKED)
+            u = weighted(held(ring_dy, head, piece, EXTRA, LAYOUT), gamma[piece], GAMMA)
             products = gl.fma(u, x_hat, products)
         head = following(head, DEPTH)
         dot = total(products, WARPS)
@@ -109,20 +110,20 @@ def ring_backward_kernel(
             for piece in gl.static_range(PIECES):
                 x_hat = held(ring_x, tail, piece, EXTRA, LAYOUT) * done_rstd
                 gradient = held(ring_dy, tail, piece, EXTRA, LAYOUT)
-                u = weighted(gradient, gamma[piece], GAMMA, PACKED)
-                put(dx, columns, piece, gl.fma(x_hat, minus_mean, u) * done_rstd, n, FULL)
+                u = weighted(gradient, gamma[piece], GAMMA)
+                put(dx, columns, piece, gl.fma(x_hat, minus_mean, u) * done_rstd, n, WHOLE)
                 added = added + (gl.fma(gradient, x_hat, sums[piece]),)
             sums = added
             row += DEPTH * groups
-            ask(ring_x, tail[0], x, row, M, columns, n, EXTRA, PIECES, TWO, FULL, ALIGN)
-            ask(ring_dy, tail[0], dy, row, M, columns, n, EXTRA, PIECES, DY_TWO, FULL, ALIGN)
+            ask(ring_x, tail[0], x, row, M, columns, n, EXTRA, PIECES, TWO, WHOLE, ALIGN)
+            ask(ring_dy, tail[0], dy, row, M, columns, n, EXTRA, PIECES, DY_TWO, WHOLE, ALIGN)
             async_copy.commit_group()
             if EXTRA > 0:
-                ask(ring_x, tail[1], x, row + groups, M, columns, n, 0, EXTRA, TWO, FULL, ALIGN)
-                ask(ring_dy, tail[1], dy, row + groups, M, columns, n, 0, EXTRA, DY_TWO, FULL, ALIGN)
+                ask(ring_x, tail[1], x, row + groups, M, columns, n, 0, EXTRA, TWO, WHOLE, ALIGN)
+                ask(ring_dy, tail[1], dy, row + groups, M, columns, n, 0, EXTRA, DY_TWO, WHOLE, ALIGN)
                 async_copy.commit_group()
             tail = following(tail, DEPTH)
     if DGAMMA:
         partial = start(partial_ptr, row_offset(group.to(gl.int64), 1, 0, N, False, ALIGN), columns, ALIGN)
         for piece in gl.static_range(PIECES):
-            put(partial, columns, piece, sums[piece], n, FULL)
+            put(partial, columns, piece, sums[piece], n, WHOLE)

@@ -34,11 +34,12 @@ def ring_forward_kernel(
     x_ptr, gamma_ptr, y_ptr, rstd_ptr, words_ptr,
     M: gl.int64, N: gl.int32, eps: gl.float64, K: gl.int32, width: gl.int32,
     x_per: gl.int64, x_outer: gl.int64, x_inner: gl.int64, x_col: gl.int64, gamma_col: gl.int64,
-    PIECES: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, WARPS: gl.constexpr, PACKED: gl.constexpr,
-    SHARED: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, FULL: gl.constexpr, ALIGN: gl.constexpr,
+    PIECES: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, WARPS: gl.constexpr,
+    SHARED: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr, ALIGN: gl.constexpr,
     TWO: gl.constexpr, GAMMA: gl.constexpr, GAMMA_UNIT: gl.constexpr,
 ):  # fmt: skip
     """Normalise every row of this program's group, as far as its columns go."""
+    gl.static_assert(LAG <= 3, "a word would be overwritten before all have read it")
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     CHUNK: gl.constexpr = 32 * WARPS * VECTOR
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [WARPS], [0])
@@ -54,10 +55,10 @@ def ring_forward_kernel(
     for slot in gl.static_range(DEPTH + 1):
         row = (group + slot * groups).to(gl.int64)
         if EXTRA > 0:
-            ask(ring, slot, x, row, M, columns, n, 0, EXTRA, TWO, FULL, ALIGN)
+            ask(ring, slot, x, row, M, columns, n, 0, EXTRA, TWO, WHOLE, ALIGN)
             async_copy.commit_group()
         if slot < DEPTH:
-            ask(ring, slot, x, row, M, columns, n, EXTRA, PIECES, TWO, FULL, ALIGN)
+            ask(ring, slot, x, row, M, columns, n, EXTRA, PIECES, TWO, WHOLE, ALIGN)
             async_copy.commit_group()
     gamma = weights(gamma_ptr, columns, gamma_col, n, GAMMA, GAMMA_UNIT, PIECES)
     # Not `tail = head`: two names of one value at a loop's start are taken for one that the loop never changes.
@@ -86,12 +87,12 @@ def ring_forward_kernel(
             gl.store(rstd_ptr + row, rstd, mask=part == 0)
             y = start(y_ptr, row_offset(row, 1, 0, N, False, ALIGN), columns, ALIGN)
             for piece in gl.static_range(PIECES):
-                values = weighted(held(ring, tail, piece, EXTRA, LAYOUT) * rstd, gamma[piece], GAMMA, PACKED)
-                put(y, columns, piece, values, n, FULL)
+                values = weighted(held(ring, tail, piece, EXTRA, LAYOUT) * rstd, gamma[piece], GAMMA)
+                put(y, columns, piece, values, n, WHOLE)
             row += DEPTH * groups
-            ask(ring, tail[0], x, row, M, columns, n, EXTRA, PIECES, TWO, FULL, ALIGN)
+            ask(ring, tail[0], x, row, M, columns, n, EXTRA, PIECES, TWO, WHOLE, ALIGN)
             async_copy.commit_group()
             if EXTRA > 0:
-                ask(ring, tail[1], x, row + groups, M, columns, n, 0, EXTRA, TWO, FULL, ALIGN)
+                ask(ring, tail[1], x, row + groups, M, columns, n, 0, EXTRA, TWO, WHOLE, ALIGN)
                 async_copy.commit_group()
             tail = following(tail, DEPTH)

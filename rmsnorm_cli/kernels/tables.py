@@ -16,7 +16,7 @@ class Forward:
 
     `shared`: K programs a row, A columns each, `per_sm` programs on an SM; `loop`: one row in chunks of A.
     `ring`: at most A columns a program, room for `stages` pieces of a row in shared memory (a piece: 16 bytes a
-    thread), a row finished `lag` rows late, gamma's 16-bit numbers in pairs in registers where `packed`.
+    thread), a row finished `lag` rows late.
     """
 
     path: Literal["rows", "reload", "shared", "ring", "loop"]
@@ -28,7 +28,6 @@ class Forward:
     per_sm: int = 0
     registers: int | None = None
     lag: int = 0
-    packed: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Backward:
     per_sm: int = 1
     registers: int | None = None
     lag: int = 0
-    packed: bool = True
 
 
 def cover(N: int) -> tuple[int, int]:
@@ -78,11 +76,20 @@ def whole(N: int, itemsize: int) -> bool:
 
 
 def divided(config: Forward | Backward, N: int, itemsize: int) -> tuple[int, int, int]:
-    """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces."""
+    """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces.
+
+    Whole lines of 128 bytes, so that no two programs write to one: the last program of a row owns what is left.
+    """
     parts = -(-N // config.A)
-    vector = 16 // itemsize
-    width = -(-N // (parts * vector)) * vector
-    return parts, width, -(-width // (32 * config.warps * vector))
+    line = 128 // itemsize
+    width = N if parts == 1 else -(-N // (parts * line)) * line
+    return parts, width, -(-width * itemsize // (32 * config.warps * 16))
+
+
+def whole_pieces(config: Forward | Backward, N: int, itemsize: int) -> int:
+    """Return of how many pieces every program of a `ring` owns all columns, so that they need no mask."""
+    parts, width, _ = divided(config, N, itemsize)
+    return min(width, N - (parts - 1) * width) * itemsize // (32 * config.warps * 16)
 
 
 def ring_bytes(config: Forward | Backward, tensors: int) -> int:
@@ -96,12 +103,11 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 79 → 90 % at 36864
     columns, 83 → 90 at 40960, 78 → 88 at 73728, 86 → 92 at 131072, 60 → 82 at 1048576.
     """
-    if itemsize == 8 or N * itemsize <= 65536:
+    size = N * itemsize
+    if itemsize == 2 and 65536 < size <= 94208:
+        return Forward("ring", 47104, warps=16, stages=24, per_sm=1, registers=104)
+    if itemsize == 8 or size <= 131072:
         return None
-    if N * itemsize <= 131072:
-        return Forward("ring", 94208 // itemsize, warps=16, stages=24, registers=104) if N * itemsize <= 94208 else None
-    if itemsize == 4 and N > 65536:
-        return Forward("ring", 2048, warps=4, stages=20, per_sm=5, registers=96, lag=2)
     return Forward("ring", 4096 // itemsize, warps=2, stages=20, per_sm=10, registers=96, lag=3)
 
 
@@ -173,12 +179,10 @@ def backward_ring(N: int, itemsize: int) -> Backward | None:
     if itemsize == 2 and size <= 32768:
         return Backward("ring", 16384, warps=8, stages=20, registers=232)
     if size <= 40960 or (73728 if itemsize == 2 else 65536) < size <= 81920:  # one program a row, or two
-        return Backward("ring", 40960 // itemsize, warps=16, stages=14 if itemsize == 2 else 12, lag=1)
-    if 196608 < size <= 393216 or size > 2**20:  # two programs on an SM hide each other's waiting
-        return Backward("ring", 16384 // itemsize, warps=8, stages=13, per_sm=2, registers=128, lag=1)
-    if size % 32768 == 0 and size <= 196608:  # no lane is masked
-        return Backward("ring", 32768 // itemsize, warps=8, stages=24, registers=200, lag=1, packed=False)
-    if size <= 131072:
+        return Backward("ring", 40960 // itemsize, warps=16, stages=14, lag=1)
+    if 196608 < size < 393216 or size > 2**20:  # two programs on an SM hide each other's waiting
+        return Backward("ring", 16384 // itemsize, warps=8, stages=12, per_sm=2, lag=1)
+    if size <= 73728 and size % 32768 != 0:
         return Backward("ring", 32768 // itemsize, warps=16, stages=14, lag=1)
     return Backward("ring", 32768 // itemsize, warps=8, stages=28, lag=1)
 
