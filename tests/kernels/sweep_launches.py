@@ -1,0 +1,178 @@
+"""Time launches around those of the tables on this GPU: `python tests/kernels/sweep_launches.py --help`.
+
+For each shape, every combination of the values that are named for fields of `tables.Forward` or `tables.Backward`
+replaces them in the launch that the table chooses:
+
+    python tests/kernels/sweep_launches.py backward bfloat16 16384x6144 8192x8192 --vary warps=8,16 registers=None,96
+
+A candidate is compiled in another process, compared with float64, and captured as a CUDA graph of six calls
+over three sets of buffers, too large together for the L2 cache. The graphs of a shape take turns in an order drawn anew
+each round; what is printed are medians, beside a plain stream of the same bytes.
+"""
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import multiprocessing
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rmsnorm_cli.kernels import reference
+from rmsnorm_cli.kernels.backplan import BackwardPlan
+from rmsnorm_cli.kernels.frontplan import ForwardPlan
+from rmsnorm_cli.kernels.rowlayout import walking_order
+from rmsnorm_cli.kernels.tables import SMALL_ROWS, Backward, Forward
+
+CALLS, SETS, EPS = 6, 3, 1e-6
+Launch = Forward | Backward
+Call = Callable[[tuple[torch.Tensor, ...]], Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", choices=["forward", "backward"])
+    parser.add_argument("dtype", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("shapes", nargs="+", metavar="MxN")
+    parser.add_argument("--vary", nargs="*", default=[], metavar="FIELD=VALUE,VALUE", help="None stands for no limit")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--processes", type=int, default=max(1, (multiprocessing.cpu_count() or 1) - 1))
+    parser.add_argument("--csv", metavar="FILE", help="write every median there too")
+    return parser.parse_args()
+
+
+def variants(launch: Launch, vary: list[str]) -> list[Launch]:
+    """Return the launch and all combinations of the values that its fields are to take."""
+    named = dict(one.split("=", 1) for one in vary)
+    kinds = {field.name: str if field.name == "path" else int for field in dataclasses.fields(launch)}
+    values = [[None if text == "None" else kinds[name](text) for text in named[name].split(",")] for name in named]
+    products = [
+        dataclasses.replace(launch, **dict(zip(named, each, strict=True))) for each in itertools.product(*values)
+    ]
+    return [launch, *(each for each in dict.fromkeys(products) if each != launch)]
+
+
+def plan_of(way: str, x: torch.Tensor, gamma: torch.Tensor, launch: Launch | None) -> Any:
+    """Return the plan of a call, with the launch that is asked for in the place of the table's."""
+    plan = ForwardPlan(x, gamma, False) if way == "forward" else BackwardPlan(x, x, gamma, walking_order(x), True, True)
+    if launch is not None:
+        plan._choose(*((launch, x) if way == "forward" else (launch,)))
+    return plan
+
+
+def call_of(way: str, plan: Any, gamma: torch.Tensor) -> Call:
+    """Return one call over a set of buffers: x, dy, rstd and room for a result."""
+    if way == "forward":
+        return lambda buffers: plan.run(buffers[0], gamma, EPS)
+    return lambda buffers: plan.run(buffers[1], buffers[0], gamma, buffers[2])
+
+
+def buffers_of(M: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Draw x and dy, and make rstd and room for a result."""
+    x, dy = (torch.randn(M, N, device="cuda").to(dtype) for _ in range(2))
+    return x, dy, torch.rsqrt(x.float().square().mean(1) + EPS), torch.empty_like(x)
+
+
+def compile_one(job: tuple[str, str, int, Launch]) -> None:
+    """Compile a candidate into the cache on disk; whether it works is seen later."""
+    way, dtype, N, launch = job
+    gamma = torch.ones(N, device="cuda", dtype=getattr(torch, dtype))
+    buffers = buffers_of(SMALL_ROWS + 1, N, gamma.dtype)
+    try:
+        call_of(way, plan_of(way, buffers[0], gamma, launch), gamma)(buffers)
+    except Exception as problem:  # a launch that the card refuses is no result
+        print(launch, type(problem).__name__, file=sys.stderr)
+
+
+def wrong(way: str, result: Any, buffers: tuple[torch.Tensor, ...], gamma: torch.Tensor) -> str:
+    """Say what is wrong with the first rows of a result, or nothing."""
+    X, D, G = buffers[0][:64].double(), buffers[1][:64].double(), gamma.double()
+    want = reference.forward(X, G, EPS) if way == "forward" else reference.backward(D, X, G, EPS)[0]
+    error = float((result[0][:64].double() - want).norm() / want.norm())
+    return "" if error < 4e-3 else f"differs from float64 by {error:.1g}"
+
+
+def medians(calls: dict[str, Call], sets: list[tuple[torch.Tensor, ...]], rounds: int) -> dict[str, float]:
+    """Return the median time of a call in µs for each name."""
+    graphs = {}
+    for name, call in calls.items():
+        call(sets[0])
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for i in range(CALLS):
+                call(sets[i % SETS])
+        graphs[name].replay()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    order, dice = list(graphs), random.Random(1)
+    for _ in range(rounds):
+        dice.shuffle(order)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in order]
+        for name, (start, end) in zip(order, events, strict=True):
+            start.record()
+            graphs[name].replay()
+            end.record()
+        torch.cuda.synchronize()
+        for name, (start, end) in zip(order, events, strict=True):
+            times[name].append(start.elapsed_time(end) * 1000 / CALLS)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def shown(launch: Launch) -> str:
+    """Return the fields of a launch that are not as they are by default."""
+    fields = [field for field in dataclasses.fields(launch) if getattr(launch, field.name) != field.default]
+    return " ".join(f"{field.name}={getattr(launch, field.name)}" for field in fields)
+
+
+def main() -> None:
+    """Sweep all shapes."""
+    asked = arguments()
+    dtype = getattr(torch, asked.dtype)
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in asked.shapes]
+    launches = {}
+    for M, N in shapes:
+        table = plan_of(asked.way, torch.empty(2, N, device="cuda", dtype=dtype), torch.empty(N, device="cuda"), None)
+        launches[M, N] = variants(table.config, asked.vary)
+    jobs = list(
+        dict.fromkeys((asked.way, asked.dtype, N, launch) for (_, N), each in launches.items() for launch in each)
+    )
+    with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+    rows = []
+    for (M, N), candidates in launches.items():
+        gamma = torch.randn(N, device="cuda").to(dtype)
+        sets = [buffers_of(M, N, dtype) for _ in range(SETS)]
+        stream: Call = lambda b: b[3].copy_(b[0]) if asked.way == "forward" else torch.add(b[0], b[1], out=b[3])  # noqa: E731
+        calls = {"stream": stream}
+        for launch in candidates:
+            plan = plan_of(asked.way, sets[0][0], gamma, launch)
+            call, name = call_of(asked.way, plan, gamma), ("table: " if launch == candidates[0] else "") + shown(launch)
+            try:
+                result = call(sets[0])
+                problem = wrong(asked.way, result, sets[0], gamma) or ("" if plan.config == launch else "refused")
+            except Exception as raised:
+                problem = type(raised).__name__
+            if problem:
+                print(f"  {name}: {problem}", file=sys.stderr)
+            else:
+                calls[name] = call
+        found = medians(calls, sets, asked.rounds)
+        print(f"{asked.way} {M} × {N} {asked.dtype}, stream {found['stream']:.2f} µs")
+        for name, time in sorted(found.items(), key=lambda item: item[1])[1:]:
+            print(f"  {100 * found['stream'] / time:6.2f} %  {time:8.2f} µs  {name}")
+            rows.append((asked.way, M, N, asked.dtype, found["stream"], time, name))
+        del calls, sets
+        torch.cuda.empty_cache()
+    if asked.csv:
+        with open(asked.csv, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("pass", "M", "N", "dtype", "stream_us", "us", "launch"), *rows])
+
+
+if __name__ == "__main__":
+    main()

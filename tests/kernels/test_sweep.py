@@ -1,0 +1,56 @@
+"""The script that times launches around those of the tables."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sweep_launches import shown, variants, wrong
+
+from rmsnorm_cli.kernels import reference
+from rmsnorm_cli.kernels.tables import Backward, Forward
+
+SCRIPT = Path(__file__).with_name("sweep_launches.py")
+
+
+def test_variants_are_the_table_and_every_combination_once():
+    """The table's own launch comes first, and is not there twice."""
+    launch = Backward("walk", 4096, 2048, warps=16, stages=4)
+    found = variants(launch, ["warps=8,16", "registers=None,96"])
+    assert found[0] == launch
+    assert [(each.warps, each.registers) for each in found] == [(16, None), (8, None), (8, 96), (16, 96)]
+    assert variants(launch, []) == [launch]
+    assert shown(found[-1]) == "path=walk A=4096 B=2048 warps=16 stages=4 registers=96"
+
+
+def test_a_field_that_a_launch_has_not_is_refused():
+    with pytest.raises(KeyError, match="colour"):
+        variants(Forward("rows", 128), ["colour=1,2"])
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_wrong_result_is_told(way):
+    """What is right up to rounding passes; one wrong row of 64, or a NaN, does not."""
+    torch.manual_seed(1)
+    x, dy = torch.randn(2, 64, 300, dtype=torch.float64)
+    gamma = torch.randn(300, dtype=torch.float64)
+    right = reference.forward(x, gamma, 1e-6) if way == "forward" else reference.backward(dy, x, gamma, 1e-6)[0]
+    assert wrong(way, (right.bfloat16(),), (x, dy), gamma) == ""
+    for at, value in ((7, 2.0), (7, float("nan"))):
+        bad = right.clone()
+        bad[at] *= value
+        assert "differs" in wrong(way, (bad,), (x, dy), gamma)
+
+
+@pytest.mark.gpu
+def test_a_sweep_runs(tmp_path):
+    """A few launches of a small shape are compiled, found right and timed."""
+    command = [sys.executable, str(SCRIPT), "backward", "bfloat16", "2048x4096", "--vary", "registers=None,96"]
+    done = subprocess.run(
+        [*command, "--rounds", "3", "--processes", "2", "--csv", str(tmp_path / "launches.csv")],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "table: path=walk" in done.stdout
+    assert len((tmp_path / "launches.csv").read_text(encoding="utf-8").splitlines()) == 4
