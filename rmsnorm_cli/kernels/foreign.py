@@ -35,6 +35,7 @@ from rmsnorm_cli.kernels.foreign_common import (
     overwrite,
     stored,
 )
+from rmsnorm_cli.kernels.foreign_graph import Graph, Remote
 from rmsnorm_cli.kernels.lookup import UnknownImplementation
 from rmsnorm_cli.kernels.peers import PACKAGES, MissingPackage, Rounding
 
@@ -131,13 +132,13 @@ class ForeignWorker:
     def __call__(self, x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
         """Run the forward there; the backward follows through autograd."""
         if torch.is_grad_enabled() and (x.requires_grad or (gamma is not None and gamma.requires_grad)):
-            y: Tensor = _Remote.apply(x, gamma, eps, self)
+            y: Tensor = Remote.apply(x, gamma, eps, self)
             return y
         return self.forward(x, gamma, eps, (False, False))[0]
 
     def forward(
         self, x: Tensor, gamma: Tensor | None, eps: float, needs: tuple[bool, bool]
-    ) -> tuple[Tensor, "Graph", bool]:
+    ) -> tuple[Tensor, Graph, bool]:
         """Return y, the handle of the graph kept for its backward, and whether y can be differentiated at all."""
         self._calls += 1
         graph = Graph(self, self._calls)
@@ -147,7 +148,7 @@ class ForeignWorker:
         return tensors["y"], graph, answer["differentiable"]
 
     def backward(
-        self, graph: "Graph", dy: Tensor, x: Tensor, gamma: Tensor | None
+        self, graph: Graph, dy: Tensor, x: Tensor, gamma: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return dx and dgamma of a forward that ran in the process as it is now; None for what it does not give."""
         if graph.process is not self._process:
@@ -281,40 +282,3 @@ class ForeignWorker:
                 return file.read()
         except FileNotFoundError:  # it removed even that
             return b""
-
-
-class Graph:
-    """The handle of a graph that the child keeps for a backward; it is dropped there once nothing here holds it."""
-
-    def __init__(self, worker: ForeignWorker, number: int) -> None:
-        self.id = number
-        self.process: object = None
-        self._forgotten = worker._forgotten
-
-    def __del__(self) -> None:
-        self._forgotten.append(self.id)
-
-
-class _Remote(torch.autograd.Function):
-    """Forward and backward in the other process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, eps: float, worker: ForeignWorker) -> Tensor:
-        needs_dx, needs_dgamma = ctx.needs_input_grad[:2]
-        y, ctx.graph, is_differentiable = worker.forward(x, gamma, eps, (needs_dx, needs_dgamma))
-        if not is_differentiable:
-            ctx.mark_non_differentiable(y)
-        ctx.worker = worker
-        ctx.save_for_backward(x, gamma)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if torch.is_grad_enabled():  # a result without a graph would silently leave the second derivative out
-            raise ForeignRefused(
-                f"{ctx.worker.name}: no second derivative (create_graph=True) from a process of its own"
-            )
-        (dy,) = grad_outputs
-        x, gamma = ctx.saved_tensors
-        dx, dgamma = ctx.worker.backward(ctx.graph, dy, x, gamma)
-        return dx, dgamma, None, None

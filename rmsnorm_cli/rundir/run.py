@@ -8,29 +8,24 @@
 JSON here is strict: a number that is not finite is the string "nan", "inf" or "-inf". All times are UTC.
 """
 
-import hashlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_cli import __version__
-from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, RmsnormError, exit_code_of, sentence
+from rmsnorm_cli.errors import ConfigError, EnvironmentProblem
 from rmsnorm_cli.results import Outcome, strict_json
 from rmsnorm_cli.rundir import atomic, history, interrupts, liveness
-from rmsnorm_cli.rundir.history import RESERVE, checksums, find, point_latest, read_info
+from rmsnorm_cli.rundir.bookends import begin, completed, now, stamp
+from rmsnorm_cli.rundir.history import find, point_latest, read_info
 
 if TYPE_CHECKING:
     from rmsnorm_cli.config import Settings
     from rmsnorm_cli.environment import Device
-
-RESERVED_BYTES = 64 * 1024  # in .reserve: room kept for the last words of a run whose disk fills up
 
 
 class Run:
@@ -176,7 +171,8 @@ def reopen(
     facts = (read_info(info.dir) or info).facts  # as they are now that nobody else can change them
     run._facts = dict(facts)
     try:
-        run.records(), refuse(info.dir, recorded)  # what is damaged is refused before anything is changed
+        run.records()  # what is damaged is refused before anything is changed
+        refuse(info.dir, recorded)
     except BaseException:
         liveness.release(lock)
         raise
@@ -210,111 +206,7 @@ def make_directory(runs_dir: Path, command: str, name: str) -> Path:
     raise EnvironmentProblem(f"{runs_dir} holds 9,999 runs called {stem}; run rmsnorm clean")
 
 
-def begin(
-    run: Run,
-    argv: Sequence[str],
-    device: "Device",
-    environment: Mapping[str, Any],
-    sessions: list[dict[str, Any]],
-) -> None:
-    """Write what is known before the command works: run.json with status running, config.toml, env.json."""
-    from rmsnorm_cli import config
-
-    home = re.compile(rf"(^|=){re.escape(os.path.expanduser('~'))}(?=/|$)")  # its name is nobody else's business
-    run._facts = {
-        "schema": history.SCHEMA,
-        "tool": history.TOOL,
-        "version": __version__,
-        "command": run.settings.command,
-        "argv": ["rmsnorm", *(home.sub(r"\1~", word) for word in argv[1:])],  # argv[0] is where it is installed
-        "name": run.settings.run.name,
-        "status": "running",
-        "exit_code": None,
-        "message": "",
-        "started": stamp(now()),
-        "finished": None,
-        "seed": run.settings.run.seed,
-        "device": {"asked": device.asked, "torch_device": device.torch_device, "name": device.name},
-        "execution": device.execution,
-        "process": liveness.identity(),
-        "sessions": sessions,
-        "counts": {},
-        "summary": {},
-    }
-    resolved = config.to_toml(run.settings)
-    run._facts["config_sha256"] = hashlib.sha256(resolved.encode()).hexdigest()
-    atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
-    atomic.write(run.path("config.toml"), resolved)
-    atomic.write(run.path("env.json"), strict_json(environment) + "\n")
-    with atomic.explained(run.path(RESERVE)):
-        run.path(RESERVE).write_bytes(os.urandom(RESERVED_BYTES))  # random: a compressing disk must keep its size
-        run.path("metrics.jsonl").touch()
-    run.log(f"{run.settings.command} started on {device.name} ({device.execution})")
-
-
-@contextmanager
-def completed(run: Run, lock: int | None) -> Iterator[None]:
-    """Write status, exit code and hashes when the block ends, however it ends; then let the directory go."""
-    try:
-        with interrupts.raised():
-            try:
-                yield
-            except BaseException as error:
-                # The error on its way says more than a second one about the disk, or than one more signal.
-                with suppress(RmsnormError, Interrupted):
-                    close(run, *verdict_of(error))
-                raise
-            said: tuple[str, int, str] = ("error", RmsnormError.exit_code, "the command ended without an outcome")
-            if run.outcome is not None:
-                run._facts |= {"counts": dict(run.outcome.counts), "summary": dict(run.outcome.summary)}
-                said = run.outcome.status, run.outcome.exit_code, ""
-            try:
-                close(run, *said)
-            except Interrupted as late:  # the process will end by it, so the record says the same
-                with suppress(RmsnormError, Interrupted):
-                    close(run, *verdict_of(late))
-                raise
-    finally:
-        liveness.release(lock)
-
-
-def close(run: Run, status: str, exit_code: int, message: str) -> None:
-    """Write the final run.json and, last, SHA256SUMS; a disk that is full by then turns a pass into an error."""
-    with interrupts.deferred():
-        run._facts |= {"status": status, "exit_code": exit_code, "message": message, "finished": stamp(now())}
-        try:
-            with atomic.explained(run.dir):
-                history.tidy(run.dir)
-                run.log(f"{status}, exit code {exit_code}{f': {message}' if message else ''}")
-                atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
-                atomic.write(run.path("SHA256SUMS"), checksums(run.dir))
-        except (EnvironmentProblem, Interrupted) as problem:  # of signals the second, for which the hashes are left out
-            if exit_code == 0:
-                run._facts |= dict(zip(("status", "exit_code", "message"), verdict_of(problem), strict=True))
-            with suppress(EnvironmentProblem), interrupts.ignored():
-                atomic.write(run.path("run.json"), strict_json(run._facts) + "\n")
-            raise
-
-
-def verdict_of(error: BaseException) -> tuple[str, int, str]:
-    """Return status, exit code and message of a run that an exception ended."""
-    code = exit_code_of(error)
-    if code is None:
-        return "error", RmsnormError.exit_code, f"{type(error).__name__}: {error}"
-    return "interrupted" if code > 128 else "error", code, sentence(error)
-
-
 def rank() -> int:
     """Return this process's rank under torchrun, else 0."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else 0
-
-
-def now() -> datetime:
-    """Return the time in UTC."""
-    return datetime.now(UTC)
-
-
-def stamp(time: datetime) -> str:
-    """Return a time as run.json and log.txt have it: ISO 8601, milliseconds, UTC."""
-    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

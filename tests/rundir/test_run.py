@@ -20,7 +20,7 @@ from rmsnorm_cli import config
 from rmsnorm_cli.environment import Device
 from rmsnorm_cli.errors import ConfigError, EnvironmentProblem, Interrupted, exit_code_of
 from rmsnorm_cli.results import Outcome
-from rmsnorm_cli.rundir import atomic, history, interrupts, liveness, run
+from rmsnorm_cli.rundir import atomic, bookends, history, interrupts, liveness, run
 from rmsnorm_cli.rundir.history import list_runs
 from rmsnorm_cli.rundir.run import Run, open_run, reopen
 
@@ -361,7 +361,7 @@ def test_a_directory_that_cannot_be_begun_is_not_left(tmp_path, monkeypatch):
 
 def test_hashes_that_find_no_room_turn_a_pass_into_an_error(tmp_path, monkeypatch):
     """A run whose last file cannot be written has not passed: the caller sees exit 4, and so does run.json."""
-    monkeypatch.setattr(run, "checksums", full)
+    monkeypatch.setattr(bookends, "checksums", full)
     with pytest.raises(EnvironmentProblem, match="no space"):
         finished(tmp_path)
     made = only(tmp_path)
@@ -638,7 +638,7 @@ def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monk
     Sent at once they are one request, with a moment between them each cuts off the answer to the one before.
     """
     left = list(burst)
-    real = run.checksums
+    real = bookends.checksums
 
     def disturbed(directory: Path) -> str:
         while left:
@@ -655,7 +655,7 @@ def test_a_burst_of_signals_leaves_one_code_in_record_and_process(tmp_path, monk
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
-    monkeypatch.setattr(run, "checksums", disturbed)
+    monkeypatch.setattr(bookends, "checksums", disturbed)
     with interrupts.handled(interrupt), pytest.raises(Interrupted) as stop:
         conduct(opened(tmp_path), work)
     said = facts(only(tmp_path))
@@ -676,13 +676,13 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_a_signal_during_the_last_writes_waits_for_them(tmp_path, monkeypatch):
     """SIGTERM while the hashes are written: the directory is completed first, and says 143 as the process does."""
-    real = run.checksums
+    real = bookends.checksums
 
     def disturbed(directory: Path) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return real(directory)
 
-    monkeypatch.setattr(run, "checksums", disturbed)
+    monkeypatch.setattr(bookends, "checksums", disturbed)
     with pytest.raises(Interrupted) as stop:
         finished(tmp_path)
     assert stop.value.exit_code == 143
