@@ -69,7 +69,7 @@ class Program:
         """Compile for the current device and the dtypes of these arguments; a second time costs a look-up.
 
         What takes more registers than there is room for is compiled again with as many as there are: asked for at once,
-        the limit changes what the compiler makes of a kernel that would have kept to it (131072 columns: 83 %, not 86).
+        the limit changes what the compiler makes of a kernel that would have kept to it (131072: 83 to 86 %, not 87).
         """
         compiled = self.kernel.warmup(*tensors, *scalars, grid=(1,), **self.constants, **self.options)
         if "maxnreg" not in self.options and torch.version.hip is None:

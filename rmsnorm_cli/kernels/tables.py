@@ -36,7 +36,8 @@ class Backward:
 
     `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
     `ring`: as in the forward. `per_sm` programs on an SM, loads `stages` - 1 tiles ahead. `registers`: the most a
-    thread may use; what the compiler makes of a step changes with it, and so does its time, by up to four points.
+    thread may use; what the compiler makes of a step changes with it, and so does its time: four points
+    better, or far worse.
     """
 
     path: Literal["walk", "reload", "shared", "ring", "chunks"]
@@ -101,7 +102,7 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     """Choose the forward launch for rows that pass through a ring in shared memory, or None where that is no faster.
 
     bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 79 → 90 % at 36864
-    columns, 83 → 90 at 40960, 78 → 88 at 73728, 86 → 92 at 131072, 60 → 82 at 1048576.
+    columns, 83 → 90 at 40960, 78 → 91 at 73728, 86 → 92 at 131072, 60 → 82 at 1048576.
     """
     size = N * itemsize
     if itemsize == 2 and 65536 < size <= 94208:
@@ -171,7 +172,7 @@ def backward_ring(N: int, itemsize: int) -> Backward | None:
     """Choose the backward launch for rows that pass through a ring in shared memory, or None where that is no faster.
 
     bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 83 → 91 % at 16384
-    columns, 74 → 91 at 20480, 74 → 90 at 32768, 70 → 88 at 65536, 72 → 87 at 131072, 73 → 87 at 262144.
+    columns, 74 → 91 at 20480, 74 → 89 at 32768, 70 → 86 at 65536, 72 → 87 (a sketch) at 131072, 73 → 86 at 262144.
     """
     if itemsize == 8 or N * itemsize <= (20480 if itemsize == 2 else 65536):
         return None
