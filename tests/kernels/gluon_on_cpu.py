@@ -2,18 +2,21 @@
 
 Triton's interpreter does not know Gluon. This runs the kernel's own Python source: the names that it takes from Gluon
 are replaced by the few below, and those of other kernels' functions by the same functions so treated. What a GPU would
-let pass is an error here: an access outside a tensor, an element written twice or by two programs, a promised
-alignment that does not hold. Memory of a program starts as NaN.
+let pass is an error here: an access outside a tensor, an element written twice, by two programs or by none, a promised
+alignment that does not hold. Memory of a program starts as NaN, and so does what a mask leaves out of a load.
 
 A copy into shared memory may arrive at any time between the call and the wait for its group. `eager` makes all arrive
 at once and the others as late as they may: a kernel that is right both ways reads nothing too early and overwrites
-nothing that is still needed. Programs run as threads, so they may wait for one another.
+nothing that is still needed.
+
+Programs run one at a time (`gluon_turns.py`) and another goes on wherever words between them are read or written.
+
+What it cannot see: what the compiler makes of the source, threads of one program that race, roundings of sums and of
+`rsqrt` (fp32's, but not in a GPU's order), a grid that does not fit on a card.
 """
 
 import inspect
-import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +24,10 @@ from typing import Any
 
 import numpy as np
 import triton.experimental.gluon.language as real_gl
+from gluon_turns import Turns
 from gluon_values import FLOAT32, INT32, INT64, UINT32, UINT64, Memory, Pointer, Tile, Type, raw
+
+VECTOR_BYTES = 16
 
 
 class Gluon:
@@ -30,8 +36,9 @@ class Gluon:
     int32, int64, uint32, uint64, float32 = INT32, INT64, UINT32, UINT64, FLOAT32
     constexpr = real_gl.constexpr
 
-    def __init__(self, program: int, programs: int, eager: bool) -> None:
-        self.program, self.programs, self.eager = program, programs, eager
+    def __init__(self, program: int, programs: int, eager: bool, turns: Turns) -> None:
+        self.program, self.programs, self.eager, self.turns = program, programs, eager, turns
+        self.shared = 0
         self.open: list[Callable[[], None]] = []
         self.groups: list[list[Callable[[], None]]] = []
 
@@ -54,7 +61,8 @@ class Gluon:
 
     @staticmethod
     def fma(a: Tile, b: Tile, c: Tile) -> Tile:
-        """Return a · b + c, rounded once."""
+        """Return a · b + c, all fp32, rounded to fp64 and then to fp32 (a GPU rounds once)."""
+        assert a.dtype == b.dtype == c.dtype == FLOAT32, "fma of different types"
         exact = np.asarray(raw(a), np.float64) * np.asarray(raw(b), np.float64) + np.asarray(raw(c), np.float64)
         return Tile(exact.astype(np.float32))
 
@@ -67,11 +75,10 @@ class Gluon:
     def multiple_of(value: Any, promised: int) -> Any:
         """Check the promise, of which the compiler makes wide accesses, where a vector starts."""
         promised = raw(promised)
-        if isinstance(value, Pointer):
-            first = np.asarray(value.offset).flat[0] * value.dtype.memory.itemsize
-        else:
-            first = np.asarray(raw(value)).flat[0]
-        assert first % promised == 0, f"{first} is no multiple of {promised}"
+        numbers = np.ravel(value.offset if isinstance(value, Pointer) else raw(value))
+        starts = numbers[np.diff(numbers, prepend=numbers[0] - 2) != 1]
+        size = value.dtype.memory.itemsize if isinstance(value, Pointer) else 1
+        assert (starts * size % promised == 0).all(), f"no multiples of {promised}: {starts * size}"
         return value
 
     # memory
@@ -84,38 +91,49 @@ class Gluon:
         """Return how many there are."""
         return Tile(np.int32(self.programs))
 
-    def load(self, pointer: Pointer, mask: Any = True, other: float = 0.0) -> Tile:
+    def load(self, pointer: Pointer, mask: Any = True, other: float | None = None) -> Tile:
         """Read from memory."""
         where, meant = pointer.chosen(mask)
         read = pointer.dtype.seen(pointer.memory.data[np.where(meant, where, 0)])
+        if other is None:  # a GPU leaves there what was there
+            other = np.nan if read.dtype.kind == "f" else np.iinfo(read.dtype).max
         return Tile(np.where(meant, read, np.asarray(other, read.dtype)), pointer.dtype)
 
     def store(self, pointer: Pointer, value: Tile, mask: Any = True, cache_modifier: str = "") -> None:
         """Write to memory: each element once, but for words that programs exchange."""
         where, meant = pointer.chosen(mask)
-        with pointer.memory.lock:
-            pointer.memory.data[where[meant]] = np.broadcast_to(pointer.dtype.stored(value.data), where.shape)[meant]
-            np.add.at(pointer.memory.written, where[meant], 0 if cache_modifier else 1)
-            assert (pointer.memory.written[where[meant]] <= 1).all(), "an element is written twice"
+        shared = pointer.dtype == UINT64
+        if shared:
+            self.turns.pause(self.program)
+            self.turns.news()
+        pointer.memory.data[where[meant]] = np.broadcast_to(pointer.dtype.stored(value.data), where.shape)[meant]
+        np.add.at(pointer.memory.written, where[meant], 0 if shared else 1)
+        assert (pointer.memory.written[where[meant]] <= 1).all(), "an element is written twice"
 
     def inline_asm_elementwise(self, asm: str, _constraints: str, arguments: list, *_: Any, **__: Any) -> Any:
         """Do what the two instructions that are used do."""
         if asm.startswith("mov.b32"):
             return arguments[0]
         assert asm.startswith("ld.relaxed.gpu.global.b64")
-        time.sleep(0)  # let the others go on
+        self.turns.pause(self.program, looks=True)
         return self.load(arguments[0])
 
     def allocate_shared_memory(self, dtype: Type, shape: list[int], _layout: None) -> "Shared":
         """Return memory of this program."""
         nothing = dtype.stored(np.full([raw(size) for size in shape], np.nan, np.float32))
+        self.shared += nothing.nbytes
         return Shared(nothing, dtype)
 
     # copies
 
     def async_copy_global_to_shared(self, target: "Shared", pointer: Pointer, mask: Any) -> None:
-        """Copy now or as late as allowed; what is not meant becomes 0."""
+        """Copy now or as late as allowed, 16 aligned bytes at a time; what is not meant becomes 0."""
         where, meant = pointer.chosen(mask)
+        size = pointer.dtype.memory.itemsize
+        lanes, some = where.reshape(-1, VECTOR_BYTES // size), meant.reshape(-1, VECTOR_BYTES // size)
+        assert (some == some[:, :1]).all(), "a mask goes through a vector"
+        whole = (np.diff(lanes) == 1).all(1) & (lanes[:, 0] * size % VECTOR_BYTES == 0)
+        assert whole[some[:, 0]].all(), "a vector is scattered, or not aligned"
 
         def arrive() -> None:
             target.data[...] = np.where(
@@ -180,36 +198,44 @@ def bound(function: Any, machine: Gluon, done: dict[int, Any]) -> Callable[..., 
     return done[id(function)]
 
 
-def run(kernel: Any, grid: tuple[int, int], tensors: Any, scalars: Any, constants: dict[str, Any], eager: bool) -> None:
-    """Run all programs of a launch on tensors of the CPU; the first failure of any is raised."""
+def run(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: Any,
+    scalars: Any,
+    constants: dict[str, Any],
+    eager: bool,
+    seed: int = 0,
+) -> int:
+    """Run all programs of a launch on tensors of the CPU; raise the first failure, or return a program's shared bytes.
+
+    `seed` draws in what order programs that wait for one another go on.
+    """
     memories: dict[int, Memory] = {}
     pointers = []
     for tensor in tensors:
         memory = memories.setdefault(tensor.untyped_storage().data_ptr(), Memory(tensor))
+        memory.holds(tensor)
         pointers.append(Pointer(memory, np.int64(tensor.storage_offset())))
     numbers = {"int64": np.int64, "int32": np.int32, "fp64": np.float64}
     parameters = inspect.signature(kernel.fn).parameters.values()
     kinds = [numbers[str(each.annotation)] for each in parameters if str(each.annotation) in numbers]
     values = [Tile(kind(value)) for kind, value in zip(kinds, scalars, strict=True)]
-    failures: list[BaseException] = []
+    turns = Turns(grid[0], seed)
+    machines = [Gluon(number, grid[0], eager, turns) for number in range(grid[0])]
 
-    def program(number: int) -> None:
-        try:
-            bound(kernel, Gluon(number, grid[0], eager), {})(*pointers, *values, **constants)
-        except BaseException as problem:  # a thread's own would be lost
-            failures.append(problem)
+    def program(machine: Gluon) -> None:
+        turns.run(machine.program, lambda: bound(kernel, machine, {})(*pointers, *values, **constants))
 
-    threads = [threading.Thread(target=program, args=(number,), daemon=True) for number in range(grid[0])]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 60
-        while any(thread.is_alive() for thread in threads) and not failures:
-            assert time.monotonic() < deadline, "the programs wait for one another for ever"
-            time.sleep(0.001)
-    finally:
-        sys.setswitchinterval(interval)
-    if failures:
-        raise failures[0]
+    threads = [threading.Thread(target=program, args=(machine,), daemon=True) for machine in machines]
+    for thread in threads:
+        thread.start()
+    turns.begin()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a program does not end"
+    if turns.failure is not None:
+        raise turns.failure
+    for memory in memories.values():
+        memory.check()
+    return machines[0].shared

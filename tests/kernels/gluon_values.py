@@ -1,6 +1,5 @@
 """What kernels compute with when they run on the CPU (`gluon_on_cpu.py`): types, tiles, memory and addresses in it."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +84,32 @@ class Tile:
         return bool(self.data)
 
 
+def _numbers(name: str, operands: tuple[Any, ...]) -> list[Any]:
+    """Return operands in the type that Gluon computes in, not numpy: an integer beside an fp32 becomes fp32."""
+    numbers = [raw(each) for each in operands]
+    own = [number.dtype for number in numbers if isinstance(number, np.ndarray)]
+    assert {"i", "u"} - {each.kind for each in own}, "signed and unsigned numbers meet"
+    if "truediv" in name or any(np.asarray(number).dtype.kind == "f" for number in numbers):
+        floats = [each for each in own if each.kind == "f"]
+        wide = max(floats, key=lambda each: each.itemsize) if floats else np.dtype("f4")
+        numbers = [np.asarray(number, wide) for number in numbers]
+    return numbers
+
+
 def _operator(name: str) -> Callable[..., Tile]:
-    def apply(self: Tile, *others: Any) -> Any:
-        if others and isinstance(others[0], Pointer):
+    def apply(*operands: Any) -> Any:
+        if any(isinstance(each, Pointer) for each in operands):
             return NotImplemented
+        numbers = _numbers(name, operands)
         with np.errstate(all="ignore"):
-            return Tile(getattr(np.asarray(self.data), name)(*map(raw, others)))
+            if name.endswith(("mod", "floordiv")):  # towards zero, as in C, not down, as in Python
+                a, b = reversed(numbers) if name.startswith("r") else numbers
+                rest = np.fmod(a, b)
+                result = Tile(rest if name.endswith("mod") else (a - rest) // b)
+            else:
+                result = Tile(getattr(np.asarray(numbers[0]), f"__{name}__")(*numbers[1:]))
+        brain = all(each.dtype.brain for each in operands if isinstance(each, Tile))
+        return result.to(BFLOAT16) if brain and result.data.dtype.kind == "f" else result
 
     return apply
 
@@ -99,21 +118,29 @@ OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod and or lshift rshift lt le gt ge eq ne"
 )
 for _name in (*OPERATORS.split(), "neg"):
-    setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Tile, f"__{_name}__", _operator(_name))
 Tile.__hash__ = None  # type: ignore[assignment]
 
 
 class Memory:
-    """A tensor in the GPU's memory: its elements one behind the other, and how often each was written."""
+    """What tensors lie in, in the GPU's memory: elements, which are a tensor's, and how often each was written."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = TYPES[tensor.dtype]
         whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
         integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         self.data = whole.view(integer).numpy().view(self.dtype.memory)
-        self.first = tensor.storage_offset()
+        self.meant = torch.zeros(len(self.data), dtype=torch.bool)
         self.written = np.zeros(len(self.data), np.int32)
-        self.lock = threading.Lock()
+
+    def holds(self, tensor: torch.Tensor) -> None:
+        """Let the elements of a tensor be accessed: not those between its rows."""
+        self.meant.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+
+    def check(self) -> None:
+        """Assert that nothing is left unwritten of a tensor that is written: what lay there before may look right."""
+        left = self.meant.numpy() & (self.written == 0)
+        assert not self.written.any() or not left.any(), f"{left.sum()} elements of a tensor are never written"
 
 
 @dataclass
@@ -141,6 +168,7 @@ class Pointer:
             np.asarray(self.offset), np.broadcast_shapes(np.shape(self.offset), np.shape(raw(mask)))
         )
         meant = np.broadcast_to(np.asarray(raw(mask), bool), where.shape)
-        outside = meant & ((where < 0) | (where >= len(self.memory.data)))
-        assert not outside.any(), f"{outside.sum()} addresses outside a tensor of {len(self.memory.data)} elements"
+        inside = (where >= 0) & (where < len(self.memory.data))
+        outside = meant & ~(inside & self.memory.meant.numpy()[np.where(inside, where, 0)])
+        assert not outside.any(), f"{outside.sum()} addresses outside a tensor"
         return where, meant
