@@ -17,18 +17,27 @@ RINGS = (ringforward.ring_forward_kernel, ringbackward.ring_backward_kernel)
 
 @pytest.fixture(params=[True, False], ids=["copies at once", "copies as late as they may"])
 def on_cpu(request, monkeypatch):
-    """Let programs of the ring run on the CPU, of a card with three SMs."""
-    launch = Program.launch
+    """Let programs of the ring run on the CPU, of a card with three SMs: also on a machine that has a card."""
+    in_place_of_a_card(monkeypatch, lambda *launch: gluon_on_cpu.run(*launch, request.param, seed=request.param))
 
-    def run(self, grid, tensors, scalars):
+
+def in_place_of_a_card(monkeypatch, run):
+    """Let a launch of a ring be one of `run`, and torch add up the partial sums."""
+
+    def launch(self, grid, tensors, scalars):
         if self.kernel in RINGS:
-            gluon_on_cpu.run(self.kernel, grid, tensors, scalars, self.constants, request.param)
+            assert self.options.get("launch_cooperative_grid", False) == self.constants["SHARED"]
+            run(self.kernel, grid, tensors, scalars, self.constants)
         else:
-            launch(self, grid, tensors, scalars)
+            partial, dgamma = tensors
+            dgamma.copy_(partial.view(scalars).sum(0))
 
-    monkeypatch.setattr(Program, "launch", run)
+    monkeypatch.setattr(Program, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(frontplan, "shared_memory", lambda _: 0)  # the plan's own choice is replaced all the same
     for module in (frontplan, backplan):
         monkeypatch.setattr(module, "multiprocessors", lambda _: 3)
+        monkeypatch.setattr(module, "INTERPRETED", False)
 
 
 def through_the_ring(x, gamma, dy, forward, backward, **needs):
