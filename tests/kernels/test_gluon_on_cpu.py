@@ -32,6 +32,7 @@ def forward_of(words, lag, K, seed):
 @pytest.mark.parametrize("lag", [0, 1, 2, 3])
 def test_words_of_as_many_steps_as_the_proof_asks_for_are_enough_and_no_fewer(lag, monkeypatch):
     """The proof in `split.py`: 2 + 2 · LAG steps are kept, or in some order a program waits for ever."""
+    assert ring.WORDS.value == 8 >= 2 + 2 * lag, "the plans allocate 8"
     for words, enough in ((2 + 2 * lag, True), (1 + 2 * lag, False)):
         for module in (ring, ringforward):
             monkeypatch.setattr(module, "WORDS", gl.constexpr(words))
