@@ -36,8 +36,8 @@ class Backward:
 
     `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
     `ring`: as in the forward. `per_sm` programs on an SM, loads `stages` - 1 tiles ahead. `registers`: the most a
-    thread may use; what the compiler makes of a step changes with it, and so does its time: four points
-    better, or far worse.
+    thread may use; what the compiler makes of a step changes with it, and so does its time: four points better, or far
+    worse.
     """
 
     path: Literal["walk", "reload", "shared", "ring", "chunks"]
@@ -174,9 +174,9 @@ def backward_ring(N: int, itemsize: int) -> Backward | None:
     bf16 on one H200, 2026-11-30, share of a plain stream, without (`reload`, `shared`) and with: 83 → 91 % at 16384
     columns, 74 → 91 at 20480, 74 → 89 at 32768, 70 → 86 at 65536, 72 → 87 (a sketch) at 131072, 73 → 86 at 262144.
     """
-    if itemsize == 8 or N * itemsize <= (20480 if itemsize == 2 else 65536):
-        return None
     size = N * itemsize
+    if itemsize == 8 or size <= (20480 if itemsize == 2 else 65536):
+        return None
     if itemsize == 2 and size <= 32768:
         return Backward("ring", 16384, warps=8, stages=20, registers=232)
     if size <= 40960 or (73728 if itemsize == 2 else 65536) < size <= 81920:  # one program a row, or two
