@@ -1,10 +1,8 @@
 """Rows that pass through a ring in shared memory: which do, that they are right, and what serves where they cannot."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from test_fused import draw, judge, run
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
@@ -13,11 +11,6 @@ from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan, holds_ring, takes_ring
 from rmsnorm_cli.kernels.rowlayout import alignment, describe
 from rmsnorm_cli.kernels.tables import Backward, Forward, backward_table, divided, forward_table, ring_bytes
-
-spec = importlib.util.spec_from_file_location("fused_against_float64", Path(__file__).with_name("test_fused.py"))
-against_float64 = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(against_float64)
-draw, judge, run = against_float64.draw, against_float64.judge, against_float64.run
 
 HOPPER = 227 * 1024  # bytes of shared memory that one program may have; an SM has one KiB more, and takes one a program
 WIDTHS = [
