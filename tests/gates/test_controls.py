@@ -1,6 +1,9 @@
 """Claims about the controls: they pass here, and a verifier that has gone blind or strict is found out."""
 
+import weakref
+
 import pytest
+import torch
 
 from rmsnorm_cli.errors import VerifierUntrusted
 from rmsnorm_cli.gates import (
@@ -16,6 +19,7 @@ from rmsnorm_cli.gates import (
     wiring,
 )
 from rmsnorm_cli.gates.controls import CONTROLS, GOOD, Control
+from rmsnorm_cli.judging.oracle import Oracle
 from rmsnorm_cli.judging.tolerances import DECLARED, Tolerance
 
 
@@ -92,3 +96,16 @@ def test_widened_tolerances_are_found_out(device):
     wide = {dtype: Tolerance(0.2, 0.2) for dtype in DECLARED}
     with pytest.raises(VerifierUntrusted, match="float16 inside float32"):
         controls.examine("interpreter", device, wide, seed=0)
+
+
+def test_what_else_lies_in_memory_does_not_disturb_the_control_that_looks_there():
+    """A weak proxy of what is gone raises when it is asked what it is."""
+    gone = type("Gone", (), {})()
+    proxy = weakref.proxy(gone)
+    del gone
+    with pytest.raises(ReferenceError):
+        isinstance(proxy, torch.Tensor)
+    x, gamma = torch.randn(3, 5), torch.ones(5)
+    assert not candidates.peeking(x, gamma, 1e-6).any(), "no oracle is in memory"
+    found = Oracle(torch.full((3, 5), 7.0), x, gamma, x)
+    torch.testing.assert_close(candidates.peeking(x, gamma, 1e-6), found.y)
