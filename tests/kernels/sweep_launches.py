@@ -1,6 +1,6 @@
 """Time launches around those of the tables on this GPU: `python tests/kernels/sweep_launches.py --help`.
 
-For each shape, every combination of the values that are named for fields of `tables.Forward` or `tables.Backward`
+For each shape, every combination of the values that are named for fields of `geometry.Forward` or `geometry.Backward`
 replaces them in the launch that the table chooses:
 
     python tests/kernels/sweep_launches.py backward bfloat16 16384x6144 8192x8192 --vary warps=8,16 registers=None,96
@@ -26,8 +26,9 @@ import torch
 from rmsnorm_cli.kernels import reference
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
+from rmsnorm_cli.kernels.geometry import Backward, Forward
 from rmsnorm_cli.kernels.rowlayout import walking_order
-from rmsnorm_cli.kernels.tables import SMALL_ROWS, Backward, Forward
+from rmsnorm_cli.kernels.tables import SMALL_ROWS
 
 CALLS, SETS, EPS = 6, 3, 1e-6
 Launch = Forward | Backward
@@ -74,8 +75,14 @@ def call_of(way: str, plan: Any, gamma: torch.Tensor) -> Call:
 
 
 def buffers_of(M: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Draw x and dy, and make rstd and room for a result."""
+    """Draw x and dy, and make rstd and room for a result.
+
+    Each row has a size of its own and dy leans on x by as much as it likes: else another row's rstd, or another's
+    mean(u · x_hat), would hardly be seen.
+    """
     x, dy = (torch.randn(M, N, device="cuda").to(dtype) for _ in range(2))
+    dy.add_(x * torch.randn(M, 1, device="cuda").to(dtype))
+    x.mul_(0.5 + torch.rand(M, 1, device="cuda").to(dtype))
     return x, dy, torch.rsqrt(x.float().square().mean(1) + EPS), torch.empty_like(x)
 
 
@@ -146,7 +153,7 @@ def main() -> None:
         pool.map(compile_one, jobs, chunksize=1)
     rows = []
     for (M, N), candidates in launches.items():
-        gamma = torch.randn(N, device="cuda").to(dtype)
+        gamma = torch.rand(N, device="cuda").to(dtype)
         sets = [buffers_of(M, N, dtype) for _ in range(SETS)]
         stream: Call = lambda b: b[3].copy_(b[0]) if asked.way == "forward" else torch.add(b[0], b[1], out=b[3])  # noqa: E731
         calls = {"stream": stream}
