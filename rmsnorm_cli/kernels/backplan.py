@@ -14,6 +14,7 @@ from rmsnorm_cli.kernels import backward, chunks, reread, split, tables
 from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import INTERPRETED
 from rmsnorm_cli.kernels.frontplan import (
+    GLUON,
     accumulator,
     can_share,
     holds_ring,
@@ -22,10 +23,17 @@ from rmsnorm_cli.kernels.frontplan import (
     ring_constants,
     ringbackward,
     takes_ring,
+    takes_unaligned,
+    unaligned_constants,
+    unalignedbackward,
 )
+from rmsnorm_cli.kernels.geometry import Backward, divided
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import alignment, describe, output_form
-from rmsnorm_cli.kernels.tables import Backward, backward_by_chunks, backward_table, column_sum_table, divided
+from rmsnorm_cli.kernels.tables import backward_by_chunks, backward_table, backward_unaligned, column_sum_table
+
+PADDING = 4
+"""Numbers of fp32 in 16 bytes: the rows of partial sums of unaligned rows are padded to a multiple of it."""
 
 
 def geometry(columns: int) -> int:
@@ -68,14 +76,18 @@ class BackwardPlan:
         )
         self.itemsize = x.element_size()
         ringed = backward_table(self.N, self.itemsize, ring=True)
-        if need_dx and takes_ring(x, self.align, [x_rows, dy_rows]) and holds_ring(ringed, self.N, 2, x):
+        odd = backward_unaligned(self.N, self.itemsize)
+        rows = [x_rows, dy_rows]
+        if need_dx and takes_ring(x, self.align, rows) and holds_ring(ringed, self.N, 2, x):
             self._choose(ringed)
+        elif odd is not None and takes_unaligned(odd, self.align, rows, x):
+            self._choose(odd)
         else:
-            self._choose(self._without_ring(x))
+            self._choose(self._without_gluon(x))
 
     # --- choice ---------------------------------------------------------------------------------------------------
 
-    def _without_ring(self, x: Tensor) -> Backward:
+    def _without_gluon(self, x: Tensor) -> Backward:
         config = backward_table(self.N, self.itemsize)
         shareable = self.need_dx and can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
         return backward_by_chunks(self.itemsize) if config.path == "shared" and not shareable else config
@@ -88,6 +100,10 @@ class BackwardPlan:
         small = self.need_dgamma and self.M <= tables.SMALL_ROWS and self.M * self.N <= tables.SMALL_ELEMENTS
         if config.path == "walk" and small:
             self._small(config)
+        elif config.path == "unaligned" and small:
+            self._small_unaligned(config)
+        elif config.path == "unaligned":
+            self._unaligned(config)
         elif config.path == "walk":
             self._walk(config)
         elif config.path == "reload":
@@ -156,6 +172,31 @@ class BackwardPlan:
         self.scalars = (self.M, self.N, K, width, *self.layout)
         self._sum(groups, self.early)
 
+    def _unaligned(self, config: Backward) -> None:
+        programs = min(self.sms * config.per_sm, self.M)
+        pitch = triton.cdiv(self.N, PADDING) * PADDING
+        constants = unaligned_constants(config, self.N, self.itemsize)
+        constants |= {"KEEP": self.N <= tables.KEPT_COLUMNS}
+        constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")}
+        constants |= {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
+        kernel = unalignedbackward.unaligned_backward_kernel
+        self.main = Program(kernel, constants, config.warps, registers=config.registers, per_sm=config.per_sm)
+        self.grid = (programs, 1)
+        self.scalars = (self.M, self.N, *self.layout, pitch)
+        self._sum(programs, self.early, pitch)
+
+    def _small_unaligned(self, config: Backward) -> None:
+        self.path = "backward/small"
+        row_programs = self.M if self.need_dx else 0
+        rows, columns = tables.SMALL_TILE[0], min(4 * config.warps, tables.SMALL_TILE[1])
+        walking = unaligned_constants(config, self.N, self.itemsize)
+        constants = {name: walking[name] for name in ("UNITS", "WHOLE", "WARPS")}
+        constants |= {"TILE_ROWS": rows, "TILE_COLS": columns}
+        constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")}
+        self.main = Program(unalignedbackward.unaligned_small_kernel, constants, config.warps)
+        self.grid = (row_programs + triton.cdiv(self.N, columns), 1)
+        self.scalars = (self.M, self.N, *self.layout, row_programs)
+
     def _share(self, config: Backward) -> None:
         K = triton.cdiv(self.N, config.A)
         width = triton.cdiv(triton.cdiv(self.N, K), self.align) * self.align
@@ -197,13 +238,19 @@ class BackwardPlan:
         self.parts = min(tables.CHUNK_PARTS, triton.cdiv(min(self.M, tables.CHUNK_ROWS), rows))
         self._sum(self.parts, False)
 
-    def _sum(self, parts: int, early: bool) -> None:
-        self.partials = parts
+    def _sum(self, parts: int, early: bool, pitch: int | None = None) -> None:
+        self.partials, self.pitch = parts, pitch or self.N
         if not self.need_dgamma:
             return
         rows, columns, warps = column_sum_table(parts, self.N)
         columns = geometry(columns)
-        constants = {"BLOCK_P": rows, "COLUMNS": columns, "ALIGN": self.align, "DEPENDENT": early}
+        constants = {
+            "BLOCK_P": rows,
+            "COLUMNS": columns,
+            "ALIGN": self.align if pitch is None else PADDING,
+            "PADDED": pitch is not None,
+            "DEPENDENT": early,
+        }
         self.sum_after = Program(backward.column_sum_kernel, constants, warps, dependent=early)
         self.sum_grid = (triton.cdiv(self.N, columns), 1)
 
@@ -222,15 +269,12 @@ class BackwardPlan:
             dgamma = self.empty((self.N,), (1,), gamma.dtype)
         if self.path == "backward/empty":
             return dx, None if dgamma is None else dgamma.zero_(), self.path
-        weights = x if gamma is None else gamma
-        if self.path == "backward/small":
-            assert dgamma is not None
-            self.main.launch(self.grid, (dy, x, weights, rstd, x if dx is None else dx, dgamma), self.scalars)
-            return dx, dgamma, self.path
-        partial = rstd  # never touched where dgamma is not needed
-        if self.need_dgamma:
-            partial = self.empty((self.partials * self.N,), (1,), accumulator(x.dtype))
-        tensors: tuple[Tensor, ...] = (dy, x, weights, rstd, x if dx is None else dx, partial)
+        small = self.path == "backward/small"
+        partial = dgamma if small else rstd  # rstd: never touched where dgamma is not needed
+        if self.need_dgamma and not small:
+            partial = self.empty((self.partials * self.pitch,), (1,), accumulator(x.dtype))
+        assert partial is not None
+        tensors: tuple[Tensor, ...] = (dy, x, x if gamma is None else gamma, rstd, x if dx is None else dx, partial)
         if self.config.path == "chunks":
             self._run_chunks(tensors)
         else:
@@ -245,11 +289,11 @@ class BackwardPlan:
                 if not refused(problem, self.config.path):
                     raise
                 by_chunks = backward_by_chunks(self.itemsize)
-                self._choose(self._without_ring(x) if self.config.path == "ring" else by_chunks)
+                self._choose(self._without_gluon(x) if self.config.path in GLUON else by_chunks)
                 return self.run(dy, x, gamma, rstd)
         if self.sum_after is not None:
             assert dgamma is not None
-            self.sum_after.launch(self.sum_grid, (partial, dgamma), (self.partials, self.N))
+            self.sum_after.launch(self.sum_grid, (partial, dgamma), (self.partials, self.N, self.pitch))
         return dx, dgamma, self.path
 
     def _run_chunks(self, tensors: tuple[Tensor, ...]) -> None:

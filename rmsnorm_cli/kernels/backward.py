@@ -113,23 +113,26 @@ def walk_kernel(
             store_tile(partial_row, b, column_sum(sum_b, ROWS), True, n, 1, FULL)
 
 
-@triton.jit(do_not_specialize=["partial_ptr", "P", "N"])
+@triton.jit(do_not_specialize=["partial_ptr", "P", "N", "pitch"])
 def column_sum_kernel(
-    partial_ptr, dgamma_ptr, P: tl.int32, N: tl.int32,
-    BLOCK_P: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, DEPENDENT: tl.constexpr,
+    partial_ptr, dgamma_ptr, P: tl.int32, N: tl.int32, pitch: tl.int32,
+    BLOCK_P: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the P rows of `partial` for COLUMNS columns, always in the same order."""
+    """Sum the P rows of `partial`, for COLUMNS columns, always in the same order.
+
+    A row is `pitch` numbers long, more than its N columns where it is PADDED with zeros to whole vectors.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     parts = tl.arange(0, BLOCK_P)
-    n = column_limit(N, ALIGN)
+    n = column_limit(pitch, ALIGN)
     total = tl.zeros((BLOCK_P, COLUMNS), partial_ptr.dtype.element_ty)
     if DEPENDENT:
         gdc_wait()
     for first in range(0, P, BLOCK_P):
-        starts = row_pointers(partial_ptr, (first + parts).to(tl.int64), 1, 0, N, False, ALIGN)
+        starts = row_pointers(partial_ptr, (first + parts).to(tl.int64), 1, 0, pitch, False, ALIGN)
         total += load_tile(starts, columns, 1, first + parts < P, n, BLOCK_P, False, True)
     dgamma = tl.sum(total, axis=0)
-    tl.store(dgamma_ptr + columns, dgamma.to(dgamma_ptr.dtype.element_ty), mask=columns < n)
+    tl.store(dgamma_ptr + columns, dgamma.to(dgamma_ptr.dtype.element_ty), mask=columns < (N if PADDED else n))
 
 
 @triton.jit(do_not_specialize=[name for name in UNSPECIALISED if name not in ("partial_ptr", "P")])

@@ -16,23 +16,24 @@ from triton.runtime.errors import OutOfResources
 from rmsnorm_cli.kernels import forward, split
 from rmsnorm_cli.kernels.allocate import allocator
 from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INTERPRETED
+from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, ring_bytes, slot, unaligned_bytes, whole_pieces
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, Rows, alignment, describe, output_form, walking_order
-from rmsnorm_cli.kernels.tables import (
-    Backward,
-    Forward,
-    divided,
-    forward_by_chunks,
-    forward_table,
-    ring_bytes,
-    whole_pieces,
-)
+from rmsnorm_cli.kernels.tables import forward_by_chunks, forward_table, forward_unaligned
 
 try:
     from rmsnorm_cli.kernels import ringbackward as ringbackward
     from rmsnorm_cli.kernels import ringforward as ringforward
+    from rmsnorm_cli.kernels import unalignedbackward as unalignedbackward
+    from rmsnorm_cli.kernels import unalignedforward as unalignedforward
 except ImportError:  # pragma: no cover  # Gluon is experimental: where it has moved, no path needs it
-    ringbackward = ringforward = None  # type: ignore[assignment]
+    ringbackward = ringforward = unalignedbackward = unalignedforward = None  # type: ignore[assignment]
+
+GLUON = ("ring", "unaligned")
+"""The paths whose kernels are written in Gluon."""
+
+VIEWING = ("3.5.", "3.6.", "3.7.")
+"""The Tritons whose Gluon gives a view of shared memory from any number on, which `unaligned` reads by."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -57,11 +58,33 @@ def shared_memory(device: int) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
-def takes_ring(x: Tensor, align: int, rows: Sequence[Rows]) -> bool:
-    """Say whether a kernel written for CUDA can copy these rows into shared memory 16 bytes at a time."""
+def takes_gluon(x: Tensor, rows: Sequence[Rows]) -> bool:
+    """Say whether a kernel written for CUDA can copy rows that lie like these into shared memory."""
     if ringforward is None or INTERPRETED or torch.version.hip is not None or x.dtype == torch.float64:
         return False
-    return align * x.element_size() == VECTOR_BYTES and all(lie.unit for lie in rows)
+    return all(lie.unit for lie in rows)
+
+
+def takes_ring(x: Tensor, align: int, rows: Sequence[Rows]) -> bool:
+    """Say whether these rows can be copied into shared memory 16 bytes at a time."""
+    return takes_gluon(x, rows) and align * x.element_size() == VECTOR_BYTES
+
+
+def takes_unaligned(
+    config: Forward | Backward | None, align: int, rows: Sequence[Rows], x: Tensor, most: int = VECTOR_BYTES
+) -> bool:
+    """Say whether rows that do not start on `most` bytes are to be read by the vectors in which they lie.
+
+    All but the first and the last row must start and end a vector away from the ends of the tensor: rows that share
+    their memory (an expanded dy) do not.
+    """
+    if config is None or not takes_gluon(x, rows) or not triton.__version__.startswith(VIEWING):
+        return False
+    if align * x.element_size() >= most:
+        return False
+    vector, N = VECTOR_BYTES // x.element_size(), x.shape[-1]
+    apart = all(min(lie.inner, lie.outer if lie.two else lie.inner) >= vector for lie in rows)
+    return apart and unaligned_bytes(config, N, x.element_size(), len(rows)) <= shared_memory(x.get_device())
 
 
 def holds_ring(config: Forward | Backward, N: int, tensors: int, x: Tensor) -> bool:
@@ -89,13 +112,27 @@ def ring_constants(config: Forward | Backward, N: int, itemsize: int, align: int
     }
 
 
+def unaligned_constants(config: Forward | Backward, N: int, itemsize: int) -> dict[str, Any]:
+    """Return what both `unaligned` kernels are compiled for."""
+    unit = 32 * config.warps
+    return {
+        "UNITS": triton.cdiv(N, unit),
+        "WHOLE": N // unit,
+        "WARPS": config.warps,
+        "DEPTH": config.stages,
+        "A": config.A,
+        "B": config.B,
+        "SLOT": slot(config, N, itemsize),
+    }
+
+
 def refused(problem: Exception, path: str) -> bool:
     """Say whether another path is to serve instead of raising the problem of a launch.
 
-    The card cannot hold its programs together, or one program's shared memory; or this Triton does not compile a
-    `ring`: Gluon, in which that is written, is experimental and may change.
+    The card cannot hold its programs together, or one program's shared memory; or this Triton does not compile it:
+    Gluon, in which some paths are written, is experimental and may change.
     """
-    outdated = path == "ring" and isinstance(problem, CompilationError)
+    outdated = path in GLUON and isinstance(problem, CompilationError)
     return outdated or isinstance(problem, OutOfResources) or "cooperative" in str(problem)
 
 
@@ -128,10 +165,15 @@ class ForwardPlan:
             "GAMMA_UNIT": self.gamma_col == 1 or self.N == 1,
         }
         ringed = forward_table(self.N, x.element_size(), ring=True)
-        rings = takes_ring(x, self.align, [rows]) and holds_ring(ringed, self.N, 1, x)
-        self._choose(ringed if rings else self._without_ring(x), x)
+        odd = forward_unaligned(self.N, x.element_size())
+        if takes_ring(x, self.align, [rows]) and holds_ring(ringed, self.N, 1, x):
+            self._choose(ringed, x)
+        elif odd is not None and takes_unaligned(odd, self.align, [rows], x, most=4):
+            self._choose(odd, x)
+        else:
+            self._choose(self._without_gluon(x), x)
 
-    def _without_ring(self, x: Tensor) -> Forward:
+    def _without_gluon(self, x: Tensor) -> Forward:
         config = forward_table(self.N, x.element_size())
         shareable = can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
         return forward_by_chunks(x.element_size()) if config.path == "shared" and not shareable else config
@@ -160,6 +202,8 @@ class ForwardPlan:
             self.grid = (self.M, 1)
         elif config.path == "ring":
             self._ring(config, x)
+        elif config.path == "unaligned":
+            self._unaligned(config, x)
         else:
             self._share(config, x)
 
@@ -178,6 +222,13 @@ class ForwardPlan:
         self.grid = (groups * K, 1)
         self.shared = (K, width)
         self.words = groups * K * 8
+
+    def _unaligned(self, config: Forward, x: Tensor) -> None:
+        flags = {name: self.flags[name] for name in ("TWO", "GAMMA")}
+        constants = {**unaligned_constants(config, self.N, x.element_size()), **flags}
+        kernel = unalignedforward.unaligned_forward_kernel
+        self.program = Program(kernel, constants, config.warps, per_sm=config.per_sm)
+        self.grid = (min(multiprocessors(x.get_device()) * config.per_sm, self.M), 1)
 
     def _share(self, config: Forward, x: Tensor) -> None:
         K = triton.cdiv(self.N, config.A)
@@ -221,7 +272,7 @@ class ForwardPlan:
             if not refused(problem, self.config.path) or self.config.path == "loop":
                 raise
             by_chunks = forward_by_chunks(x.element_size())
-            self._choose(self._without_ring(x) if self.config.path == "ring" else by_chunks, x)
+            self._choose(self._without_gluon(x) if self.config.path in GLUON else by_chunks, x)
             return self.run(x, gamma, eps)
         return y, rstd, self.path
 

@@ -45,6 +45,7 @@ def ring_backward_kernel(
 ):  # fmt: skip
     """Write dx of every row of this program's group, as far as its columns go, and the group's sums for dgamma."""
     gl.static_assert(LAG <= 3, "a word would be overwritten before all have read it")
+    gl.static_assert(DEPTH > LAG, "a row would be summed before it is asked for")
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     CHUNK: gl.constexpr = 32 * WARPS * VECTOR
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [WARPS], [0])

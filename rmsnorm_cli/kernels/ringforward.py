@@ -40,6 +40,7 @@ def ring_forward_kernel(
 ):  # fmt: skip
     """Normalise every row of this program's group, as far as its columns go."""
     gl.static_assert(LAG <= 3, "a word would be overwritten before all have read it")
+    gl.static_assert(DEPTH > LAG, "a row would be summed before it is asked for")
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     CHUNK: gl.constexpr = 32 * WARPS * VECTOR
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [WARPS], [0])

@@ -6,59 +6,9 @@ timed at run time. How they were found, and what lost, is in docs/kernels.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-
-@dataclass(frozen=True)
-class Forward:
-    """How a forward is launched. `rows`: ROWS rows a program, columns in tiles A + B; `reload`: one row, read twice.
-
-    `shared`: K programs a row, A columns each, `per_sm` programs on an SM; `loop`: one row in chunks of A.
-    `ring`: at most A columns a program, room for `stages` pieces of a row in shared memory (a piece: 16 bytes a
-    thread), a row finished `lag` rows late.
-    """
-
-    path: Literal["rows", "reload", "shared", "ring", "loop"]
-    A: int
-    B: int = 0
-    rows: int = 1
-    warps: int = 4
-    stages: int = 1
-    per_sm: int = 0
-    registers: int | None = None
-    lag: int = 0
-
-
-@dataclass(frozen=True)
-class Backward:
-    """How a backward is launched. `walk`: tiles of `rows` rows, columns A + B; `reload`: one row, read twice.
-
-    `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
-    `ring`: as in the forward. `per_sm` programs on an SM, loads `stages` - 1 tiles ahead. `registers`: the most a
-    thread may use; what the compiler makes of a step changes with it, and so does its time: four points better, or far
-    worse.
-    """
-
-    path: Literal["walk", "reload", "shared", "ring", "chunks"]
-    A: int
-    B: int = 0
-    rows: int = 1
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 1
-    registers: int | None = None
-    lag: int = 0
-
-
-def cover(N: int) -> tuple[int, int]:
-    """Cover N columns by one power-of-two tile, or by two where one would leave over an eighth of its lanes idle."""
-    block = 1 << (N - 1).bit_length()
-    first = block // 2
-    if block == N or block <= 8:
-        return block, 0
-    rest = 1 << (N - first - 1).bit_length()
-    return (first, rest) if 8 * (first + rest) <= 7 * block else (block, 0)
+from rmsnorm_cli.kernels.geometry import Backward, Forward, cover, window
 
 
 def fitting(elements: int, width: int) -> int:
@@ -76,28 +26,6 @@ def whole(N: int, itemsize: int) -> bool:
     return N * itemsize % 16 == 0
 
 
-def divided(config: Forward | Backward, N: int, itemsize: int) -> tuple[int, int, int]:
-    """Return for a `ring`: how many programs share a row, how many columns each owns, in how many pieces.
-
-    Whole lines of 128 bytes, so that no two programs write to one: the last program of a row owns what is left.
-    """
-    parts = -(-N // config.A)
-    line = 128 // itemsize
-    width = N if parts == 1 else -(-N // (parts * line)) * line
-    return parts, width, -(-width * itemsize // (32 * config.warps * 16))
-
-
-def whole_pieces(config: Forward | Backward, N: int, itemsize: int) -> int:
-    """Return of how many pieces every program of a `ring` owns all columns, so that they need no mask."""
-    parts, width, _ = divided(config, N, itemsize)
-    return min(width, N - (parts - 1) * width) * itemsize // (32 * config.warps * 16)
-
-
-def ring_bytes(config: Forward | Backward, tensors: int) -> int:
-    """Return how much shared memory a program of a `ring` takes that keeps rows of so many tensors."""
-    return tensors * config.stages * 32 * config.warps * 16 + RING_SCRATCH
-
-
 def forward_ring(N: int, itemsize: int) -> Forward | None:
     """Choose the forward launch for rows that pass through a ring in shared memory, or None where that is no faster.
 
@@ -110,6 +38,24 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     if itemsize == 8 or size <= 131072:
         return None
     return Forward("ring", 4096 // itemsize, warps=2, stages=20, per_sm=10, registers=96, lag=3)
+
+
+def chosen(limits: Sequence[tuple[int, int, int, int]], N: int) -> dict[str, int]:
+    """Return warps, stages and programs on an SM of the first of these launches whose columns are enough."""
+    _, warps, stages, per_sm = next(launch for launch in limits if launch[0] >= N)
+    return {"warps": warps, "stages": stages, "per_sm": per_sm}
+
+
+def forward_unaligned(N: int, itemsize: int) -> Forward | None:
+    """Choose the forward launch for rows that do not start on 4 bytes, or None where a number at a time is as fast.
+
+    fp16 on one H200, 2026-11-30, share of a plain stream, without (`rows`) and with: 74 → 81 % at 769 columns, 58 → 84
+    at 3073, 62 → 83 at 8191, 45 → 80 at 12289.
+    """
+    if itemsize != 2 or not 640 < N <= 16384:
+        return None
+    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (5120, 4, 2, 3), (12800, 4, 3, 1), (16384, 16, 2, 1)]
+    return Forward("unaligned", *window(N, itemsize), **chosen(limits, N))
 
 
 def narrow_forward(N: int, itemsize: int) -> Forward:
@@ -188,6 +134,24 @@ def backward_ring(N: int, itemsize: int) -> Backward | None:
     return Backward("ring", 32768 // itemsize, warps=8, stages=28, lag=1)
 
 
+def backward_unaligned(N: int, itemsize: int) -> Backward | None:
+    """Choose the backward launch for rows that do not start on 16 bytes, or None where it is not known to be faster.
+
+    fp16 on one H200, 2026-11-30, share of a plain stream, without (`walk`, `reload`) and with: 33 → 72 % at 257
+    columns, 56 → 75 at 769, 50 → 82 at 2049, 58 → 74 at 4099, 46 → 77 at 8191, 27 → 69 at 16383; fp32: 74 → 84 at 257,
+    64 → 86 at 1025, 63 → 82 at 4099.
+    """
+    if itemsize == 8 or N < 64 or N * itemsize > 32768:
+        return None
+    if itemsize == 4:
+        limits = [(96, 1, 3, 16), (192, 1, 3, 12), (384, 2, 2, 8), (640, 2, 2, 6), (1536, 4, 2, 3), (2560, 4, 3, 1)]
+        limits += [(3584, 4, 2, 1), (5120, 4, 3, 1), (6656, 4, 2, 1), (8192, 8, 3, 1)]
+    else:
+        limits = [(192, 1, 3, 16), (448, 1, 2, 12), (640, 2, 3, 6), (896, 2, 3, 4), (1280, 4, 3, 3), (2560, 4, 2, 3)]
+        limits += [(3584, 4, 2, 2), (5120, 8, 3, 1), (16384, 8, 2, 1)]
+    return Backward("unaligned", *window(N, itemsize), **chosen(limits, N))
+
+
 def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
     """Choose the backward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one."""
     through_ring = backward_ring(N, itemsize) if ring else None
@@ -255,10 +219,13 @@ def column_sum_table(parts: int, N: int) -> tuple[int, int, int]:
     return rows, 16 if N < 4096 or (rows == 512 and N <= 8192) else 32, 8 if rows == 512 else 4
 
 
-RING_SCRATCH = 1024
-"""Bytes of shared memory that a `ring` kernel's reductions take beside its rows."""
-
 SMALL_ROWS = 256
 SMALL_ELEMENTS = 2**18
 SMALL_TILE = (128, 16)
-"""Up to so many rows and elements, dx and dgamma come from one launch, dgamma by tiles of so many rows × columns."""
+"""Up to so many rows and elements, dx and dgamma come from one launch, dgamma by tiles of so many rows × columns.
+
+An `unaligned` launch has tiles of four columns a warp, so that a thread has 16 numbers of it as well.
+"""
+
+KEPT_COLUMNS = 8192
+"""Up to so many columns a row of an `unaligned` backward stays in registers between its sum and its gradient."""

@@ -9,6 +9,7 @@ import torch
 from rmsnorm_cli import faults, kernels
 from rmsnorm_cli.faults import CATALOGUE, apply, shadow
 from rmsnorm_cli.faults.fault import KERNELS
+from rmsnorm_cli.kernels import backplan, frontplan
 
 
 def test_what_lies_between_a_file_and_the_launcher_is_found_in_the_order_of_its_imports():
@@ -39,6 +40,19 @@ def test_a_shadow_runs_the_changed_file_and_shares_the_rest(tmp_path: Path):
     assert module.ContractError is kernels.ContractError
     assert module.count is kernels.autograd.count
     assert module._forward_plans is not kernels.fused._forward_plans, "no plan of the right kernel is taken over"
+
+
+@pytest.mark.parametrize("changed", ["tiles", "backward", "frontplan", "backplan"])
+def test_a_mistake_runs_on_the_kernels_that_it_is_in_wherever_rows_lie(changed: str, tmp_path: Path):
+    """The plans of a shadow take no path in Gluon; those of the package still ask."""
+    path = tmp_path / f"{changed}.py"
+    path.write_text((shadow.folder() / path.name).read_text(encoding="utf-8"), encoding="utf-8")
+    module = shadow.load(path, "fused")
+    plans = sys.modules[module.BackwardPlan.__module__]
+    for question in shadow.CLOSED:
+        assert getattr(plans, question)("whatever", 16, most=4) is False
+        assert getattr(backplan, question) is getattr(frontplan, question)
+    assert plans.BackwardPlan is not backplan.BackwardPlan
 
 
 def test_nothing_of_a_shadow_is_left_in_the_package(tmp_path: Path):

@@ -16,6 +16,7 @@ What it cannot see: what the compiler makes of the source, threads of one progra
 """
 
 import inspect
+import math
 import threading
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import numpy as np
 import triton.experimental.gluon.language as real_gl
 from gluon_turns import Turns
 from gluon_values import FLOAT32, INT32, INT64, UINT32, UINT64, Memory, Pointer, Tile, Type, raw
+from triton.runtime.jit import ConstexprFunction
 
 VECTOR_BYTES = 16
 
@@ -44,11 +46,8 @@ class Gluon:
 
     # what needs no machine
 
-    static_range, BlockedLayout, SwizzledSharedLayout = (
-        range,
-        staticmethod(lambda *_: None),
-        staticmethod(lambda *_: None),
-    )
+    static_range = range
+    BlockedLayout = SwizzledSharedLayout = SliceLayout = staticmethod(lambda *_: None)
     zeros = staticmethod(lambda shape, dtype, _layout=None: Tile(np.zeros(shape, dtype.memory), dtype))
     arange = staticmethod(lambda low, high, _layout=None: Tile(np.arange(low, high, dtype=np.int32)))
     to_tensor = staticmethod(lambda value: Tile(np.int32(value)))
@@ -120,20 +119,23 @@ class Gluon:
 
     def allocate_shared_memory(self, dtype: Type, shape: list[int], _layout: None) -> "Shared":
         """Return memory of this program."""
-        nothing = dtype.stored(np.full([raw(size) for size in shape], np.nan, np.float32))
+        sizes = [int(raw(size)) for size in shape]
+        nothing = dtype.stored(np.full(math.prod(sizes), np.nan, np.float32))
         self.shared += nothing.nbytes
-        return Shared(nothing, dtype)
+        return Shared(nothing, dtype, 0, sizes)
 
     # copies
 
     def async_copy_global_to_shared(self, target: "Shared", pointer: Pointer, mask: Any) -> None:
-        """Copy now or as late as allowed, 16 aligned bytes at a time; what is not meant becomes 0."""
-        where, meant = pointer.chosen(mask)
+        """Copy now or as late as allowed, 16 aligned bytes at a time, or 4; what is not meant becomes 0."""
         size = pointer.dtype.memory.itemsize
-        lanes, some = where.reshape(-1, VECTOR_BYTES // size), meant.reshape(-1, VECTOR_BYTES // size)
+        vector = VECTOR_BYTES // size if np.size(pointer.offset) * size >= VECTOR_BYTES else 4 // size
+        where, meant = pointer.chosen(mask, vector)
+        lanes, some = where.reshape(-1, vector), meant.reshape(-1, vector)
         assert (some == some[:, :1]).all(), "a mask goes through a vector"
-        whole = (np.diff(lanes) == 1).all(1) & (lanes[:, 0] * size % VECTOR_BYTES == 0)
+        whole = (np.diff(lanes) == 1).all(1) & (lanes[:, 0] % vector == 0)
         assert whole[some[:, 0]].all(), "a vector is scattered, or not aligned"
+        assert target.start % vector == 0, "a vector is not aligned in shared memory"
 
         def arrive() -> None:
             target.data[...] = np.where(
@@ -162,18 +164,37 @@ class Gluon:
 class Shared:
     """Shared memory, or a part of it."""
 
-    data: np.ndarray
+    memory: np.ndarray
     dtype: Type
+    start: int
+    shape: list[int]
+
+    @property
+    def data(self) -> np.ndarray:
+        """Return what lies there."""
+        return self.memory[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
 
     def index(self, at: Any) -> "Shared":
         """Return one of the parts."""
         at = int(raw(at))
-        assert 0 <= at < len(self.data), f"slot {at} of {len(self.data)}"
-        return Shared(self.data[at], self.dtype)
+        assert 0 <= at < self.shape[0], f"slot {at} of {self.shape[0]}"
+        rest = self.shape[1:]
+        return Shared(self.memory, self.dtype, self.start + at * math.prod(rest), rest)
+
+    def _reinterpret(self, dtype: Type, shape: list[int], _layout: None) -> "Shared":
+        """Return memory of another shape that starts here."""
+        assert dtype == self.dtype
+        sizes = [int(raw(size)) for size in shape]
+        assert self.start + math.prod(sizes) <= len(self.memory), "a view reaches past the end of shared memory"
+        return Shared(self.memory, dtype, self.start, sizes)
 
     def load(self, _layout: None) -> Tile:
         """Read it."""
         return Tile(self.dtype.seen(self.data.copy()), self.dtype)
+
+    def store(self, value: Tile) -> None:
+        """Write it."""
+        self.data[...] = self.dtype.stored(value.data)
 
 
 def bound(function: Any, machine: Gluon, done: dict[int, Any]) -> Callable[..., Any]:
@@ -193,6 +214,8 @@ def bound(function: Any, machine: Gluon, done: dict[int, Any]) -> Callable[..., 
                 names[name] = lambda *ends: (Tile(np.int32(i)) for i in range(*map(int, ends)))
             elif isinstance(value, real_gl.constexpr):
                 names[name] = value.value
+            elif isinstance(value, ConstexprFunction):  # of layouts, which mean nothing here
+                names[name] = lambda *_: None
             elif hasattr(value, "fn"):
                 names[name] = bound(value, machine, done)
     return done[id(function)]

@@ -73,6 +73,9 @@ class Tile:
         """Return the shape."""
         return self.data.shape
 
+    def __getitem__(self, at: Any) -> "Tile":
+        return Tile(self.data[at], self.dtype)
+
     def reshape(self, shape: list[int]) -> "Tile":
         """Return the same numbers in another shape."""
         return Tile(self.data.reshape(shape), self.dtype)
@@ -131,11 +134,14 @@ class Memory:
         integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         self.data = whole.view(integer).numpy().view(self.dtype.memory)
         self.meant = torch.zeros(len(self.data), dtype=torch.bool)
+        self.spanned = np.zeros(len(self.data), bool)
         self.written = np.zeros(len(self.data), np.int32)
 
     def holds(self, tensor: torch.Tensor) -> None:
-        """Let the elements of a tensor be accessed: not those between its rows."""
+        """Let the elements of a tensor be accessed: not those between its rows, but by a vector that holds both."""
         self.meant.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.spanned[tensor.storage_offset() : tensor.storage_offset() + last + 1] = True
 
     def check(self) -> None:
         """Assert that nothing is left unwritten of a tensor that is written: what lay there before may look right."""
@@ -158,17 +164,27 @@ class Pointer:
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.memory, np.asarray(self.offset, np.int64) + raw(other))
 
-    def to(self, _dtype: Type) -> "Pointer":
-        """Stay a pointer: an address as a number is used as one."""
-        return self
+    def __getitem__(self, at: Any) -> "Pointer":
+        return Pointer(self.memory, np.asarray(self.offset)[at])
 
-    def chosen(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the addresses and which of them are meant; those must lie in the tensor."""
+    def to(self, dtype: Type, bitcast: bool = False) -> Any:
+        """Return the address in bytes; or stay a pointer, where a number stands for one (`uint64`)."""
+        return Tile(np.asarray(self.offset, np.int64) * self.dtype.memory.itemsize) if dtype == INT64 else self
+
+    def chosen(self, mask: Any, vector: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return the addresses and which of them are meant; those must lie in the tensor.
+
+        Of a vector of several numbers one must, and the others between the tensor's first and last.
+        """
         where = np.broadcast_to(
             np.asarray(self.offset), np.broadcast_shapes(np.shape(self.offset), np.shape(raw(mask)))
         )
         meant = np.broadcast_to(np.asarray(raw(mask), bool), where.shape)
         inside = (where >= 0) & (where < len(self.memory.data))
-        outside = meant & ~(inside & self.memory.meant.numpy()[np.where(inside, where, 0)])
+        within = inside & self.memory.meant.numpy()[np.where(inside, where, 0)]
+        if vector > 1:
+            some = np.repeat(within.reshape(-1, vector).any(1), vector).reshape(where.shape)
+            within = some & inside & self.memory.spanned[np.where(inside, where, 0)]
+        outside = meant & ~within
         assert not outside.any(), f"{outside.sum()} addresses outside a tensor"
         return where, meant

@@ -24,9 +24,15 @@ from rmsnorm_cli.kernels.contract import INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 CALLS = [
-    ("tiles of rows", "float32", 5, 257, "xg"),
+    ("tiles of rows", "float32", 5, 256, "xg"),
     ("tiles of rows", "float16", 300, 96, "xg"),
-    ("odd rows", "float16", 300, 771, "xg"),
+    ("few odd rows", "float16", 17, 257, "xg"),
+    ("odd rows", "float16", 300, 257, "xg"),
+    ("odd rows", "float16", 700, 771, "xg"),
+    ("odd rows", "bfloat16", 300, 4099, "x"),
+    ("odd rows", "float32", 300, 769, "xg"),
+    ("odd rows", "float32", 1100, 67, "g"),
+    ("odd rows, read again", "bfloat16", 300, 12289, "xg"),
     ("one row a program", "bfloat16", 300, 4096, "xg"),
     ("one row a program", "float32", 300, 2048, "xg"),
     ("two tiles", "bfloat16", 270, 5120, "xg"),
@@ -41,7 +47,7 @@ CALLS = [
     ("ring, a row more of some pieces", "bfloat16", 400, 20480, "xg"),
     ("ring, two programs on an SM", "bfloat16", 97, 131072, "xg"),
     ("ring forward, one program a row", "bfloat16", 300, 40000, "xg"),
-    ("read twice", "bfloat16", 5, 16380, "xg"),
+    ("read twice", "float32", 5, 16380, "xg"),
     ("read twice forward", "bfloat16", 3, 60000, "xg"),
     ("shared rows", "bfloat16", 7, 32772, "xg"),
     ("shared rows", "bfloat16", 5, 24004, "xg"),
@@ -52,8 +58,8 @@ CALLS = [
     ("teaching kernel", "float32", 17, 257, "xg"),
 ]
 
-PATHS = {f"forward/{path}" for path in ("rows", "reload", "ring", "shared", "loop")} | {
-    f"backward/{path}" for path in ("small", "walk", "reload", "ring", "shared", "chunks")
+PATHS = {f"forward/{path}" for path in ("rows", "reload", "ring", "unaligned", "shared", "loop")} | {
+    f"backward/{path}" for path in ("small", "walk", "reload", "ring", "unaligned", "shared", "chunks")
 }
 
 

@@ -8,7 +8,8 @@ from rmsnorm_cli.kernels import ContractError, fused, reference, rms_norm, table
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.contract import INTERPRETED
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
-from rmsnorm_cli.kernels.tables import Backward, Forward, backward_table, cover, forward_table
+from rmsnorm_cli.kernels.geometry import Backward, Forward, cover
+from rmsnorm_cli.kernels.tables import backward_table, forward_table
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float64: 2**-53}

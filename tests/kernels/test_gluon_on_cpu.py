@@ -6,13 +6,13 @@ import gluon_on_cpu
 import numpy as np
 import pytest
 import torch
+from gluon_plans import in_place_of_a_card, through_plans
 from gluon_values import BFLOAT16, FLOAT32, Tile
 from test_fused import draw
-from test_ring_on_cpu import RINGS, in_place_of_a_card, through_the_ring
 from triton.experimental.gluon import language as gl
 
 from rmsnorm_cli.kernels import ring, ringforward
-from rmsnorm_cli.kernels.tables import RING_SCRATCH, Backward, Forward, ring_bytes
+from rmsnorm_cli.kernels.geometry import RING_SCRATCH, Backward, Forward, ring_bytes
 
 
 def forward_of(words, lag, K, seed):
@@ -49,18 +49,18 @@ def test_words_of_as_many_steps_as_the_proof_asks_for_are_enough_and_no_fewer(la
 @pytest.mark.parametrize(("stages", "lag"), [(6, 2), (7, 1), (8, 3)])
 def test_the_ring_takes_the_shared_memory_that_the_tables_count_on(stages, lag, monkeypatch):
     """As many bytes as `ring_bytes` says."""
-    taken = {}
+    taken = []
 
     def run(kernel, *launch):
-        taken[id(kernel)] = gluon_on_cpu.run(kernel, *launch, eager=True)
+        taken.append(gluon_on_cpu.run(kernel, *launch, eager=True))
 
     in_place_of_a_card(monkeypatch, run)
     launches = [kind("ring", 512, warps=1, stages=stages, per_sm=1, lag=lag) for kind in (Forward, Backward)]
     for N in (512, 1000):
         x, gamma, dy = draw(2, N, torch.float16, "cpu")
-        through_the_ring(x, gamma, dy, *launches)
-        for kernel, config, tensors in zip(RINGS, launches, (1, 2), strict=True):
-            assert taken[id(kernel)] == ring_bytes(config, tensors) - RING_SCRATCH
+        taken.clear()
+        through_plans(x, gamma, dy, *launches)
+        assert taken == [ring_bytes(launches[i], tensors=i + 1) - RING_SCRATCH for i in range(2)]
 
 
 # --- kernels with one fault -------------------------------------------------------------------------------------------

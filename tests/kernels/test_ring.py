@@ -9,8 +9,9 @@ from triton.runtime.errors import OutOfResources
 from rmsnorm_cli.kernels import backplan, frontplan, fused
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan, holds_ring, takes_ring
+from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, ring_bytes
 from rmsnorm_cli.kernels.rowlayout import alignment, describe
-from rmsnorm_cli.kernels.tables import Backward, Forward, backward_table, divided, forward_table, ring_bytes
+from rmsnorm_cli.kernels.tables import backward_table, forward_table
 
 HOPPER = 227 * 1024  # bytes of shared memory that one program may have; an SM has one KiB more, and takes one a program
 WIDTHS = [

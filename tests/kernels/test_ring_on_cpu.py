@@ -3,52 +3,16 @@
 import gluon_on_cpu
 import pytest
 import torch
+from gluon_plans import in_place_of_a_card, through_plans
 from test_fused import draw, judge
 
-from rmsnorm_cli.kernels import backplan, frontplan, ringbackward, ringforward
-from rmsnorm_cli.kernels.backplan import BackwardPlan
-from rmsnorm_cli.kernels.frontplan import ForwardPlan
-from rmsnorm_cli.kernels.program import Program
-from rmsnorm_cli.kernels.rowlayout import walking_order
-from rmsnorm_cli.kernels.tables import Backward, Forward, divided, whole_pieces
-
-RINGS = (ringforward.ring_forward_kernel, ringbackward.ring_backward_kernel)
+from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, whole_pieces
 
 
 @pytest.fixture(params=[True, False], ids=["copies at once", "copies as late as they may"])
 def on_cpu(request, monkeypatch):
     """Let programs of the ring run on the CPU, of a card with three SMs: also on a machine that has a card."""
     in_place_of_a_card(monkeypatch, lambda *launch: gluon_on_cpu.run(*launch, request.param, seed=request.param))
-
-
-def in_place_of_a_card(monkeypatch, run):
-    """Let a launch of a ring be one of `run`, and torch add up the partial sums."""
-
-    def launch(self, grid, tensors, scalars):
-        if self.kernel in RINGS:
-            assert self.options.get("launch_cooperative_grid", False) == self.constants["SHARED"]
-            run(self.kernel, grid, tensors, scalars, self.constants)
-        else:
-            partial, dgamma = tensors
-            dgamma.copy_(partial.view(scalars).sum(0))
-
-    monkeypatch.setattr(Program, "launch", launch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(frontplan, "shared_memory", lambda _: 0)  # the plan's own choice is replaced all the same
-    for module in (frontplan, backplan):
-        monkeypatch.setattr(module, "multiprocessors", lambda _: 3)
-        monkeypatch.setattr(module, "INTERPRETED", False)
-
-
-def through_the_ring(x, gamma, dy, forward, backward, **needs):
-    """Return y, dx and dgamma of a forward and a backward launched as told."""
-    front = ForwardPlan(x, gamma)
-    front._choose(forward, x)
-    y, rstd, _ = front.run(x, gamma, 1e-6)
-    back = BackwardPlan(dy, x, gamma, walking_order(x), needs.get("need_dx", True), needs.get("need_dgamma", True))
-    back._choose(backward)
-    dx, dgamma, _ = back.run(dy, x, gamma, rstd)
-    return y, dx, dgamma
 
 
 SCHEDULES = [
@@ -76,7 +40,7 @@ def test_every_schedule_gives_what_float64_gives(N, A, stages, lag, M, on_cpu, d
     """One row, fewer rows than the ring holds, and more steps than a group keeps words."""
     x, gamma, dy = draw(M, N, torch.float16, "cpu")
     launches = [kind("ring", A, warps=1, stages=stages, per_sm=1, lag=lag) for kind in (Forward, Backward)]
-    judge(x, gamma, dy, *through_the_ring(x, gamma, dy, *launches))
+    judge(x, gamma, dy, *through_plans(x, gamma, dy, *launches))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -87,7 +51,7 @@ def test_other_dtypes_and_more_warps(dtype, warps, on_cpu):
     N = 3 * chunk - 64
     x, gamma, dy = draw(7, N, dtype, "cpu")
     launches = [kind("ring", 2 * chunk, warps=warps, stages=5, per_sm=1, lag=1) for kind in (Forward, Backward)]
-    judge(x, gamma, dy, *through_the_ring(x, gamma, dy, *launches))
+    judge(x, gamma, dy, *through_plans(x, gamma, dy, *launches))
 
 
 def test_layouts_and_each_gradient_alone(on_cpu):
@@ -98,25 +62,25 @@ def test_layouts_and_each_gradient_alone(on_cpu):
     x = whole.view(4, 7, 2, N + 64)[:, 1:6, 1, 8 : N + 8]
     dy = gradient.view(4, 7, 2, N + 64)[:, 1:6, 0, 16 : N + 16]
     gamma = gamma[:N].clone()
-    plain = through_the_ring(x.contiguous(), gamma, dy.contiguous(), *launches)
-    for got, want in zip(through_the_ring(x, gamma, dy, *launches), plain, strict=True):
+    plain = through_plans(x.contiguous(), gamma, dy.contiguous(), *launches)
+    for got, want in zip(through_plans(x, gamma, dy, *launches), plain, strict=True):
         assert torch.equal(got, want)
-    y, dx, none = through_the_ring(x, gamma, dy, *launches, need_dgamma=False)
+    y, dx, none = through_plans(x, gamma, dy, *launches, need_dgamma=False)
     assert none is None
     assert torch.equal(y, plain[0])
     assert torch.equal(dx, plain[1])
     for weights in (gamma.float(), torch.stack([gamma, gamma], 1)[:, 0], None):
         needs = {"need_dgamma": weights is not None}
-        judge(x, weights, dy, *through_the_ring(x, weights, dy, *launches, **needs))
+        judge(x, weights, dy, *through_plans(x, weights, dy, *launches, **needs))
 
 
 def test_a_row_keeps_its_bits_in_any_batch(on_cpu):
     """Where a row sits in a batch, and in which slot of the ring, is not seen in y or dx."""
     launches = [kind("ring", 512, warps=1, stages=7, per_sm=1, lag=2) for kind in (Forward, Backward)]
     x, gamma, dy = draw(11, 1400, torch.float16, "cpu")
-    y, dx, _ = through_the_ring(x, gamma, dy, *launches)
+    y, dx, _ = through_plans(x, gamma, dy, *launches)
     for at in (0, 5, 10):
-        alone = through_the_ring(x[at : at + 1].clone(), gamma, dy[at : at + 1].clone(), *launches)
+        alone = through_plans(x[at : at + 1].clone(), gamma, dy[at : at + 1].clone(), *launches)
         assert torch.equal(alone[0][0], y[at])
         assert torch.equal(alone[1][0], dx[at])
 

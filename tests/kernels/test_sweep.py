@@ -9,7 +9,7 @@ import torch
 from sweep_launches import shown, variants, wrong
 
 from rmsnorm_cli.kernels import reference
-from rmsnorm_cli.kernels.tables import Backward, Forward
+from rmsnorm_cli.kernels.geometry import Backward, Forward
 
 SCRIPT = Path(__file__).with_name("sweep_launches.py")
 
