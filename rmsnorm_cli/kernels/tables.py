@@ -170,7 +170,7 @@ def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:
     if width <= 2048:
         return Backward("walk", A, B, 1, 4, 4, 2) if itemsize == 2 else Backward("walk", A, B, 2, 16, 3, 1)
     if itemsize == 4 and width <= 8192:
-        return Backward("walk", A, B, 1, 16, 3, 1, 88 if width == 8192 else None)
+        return Backward("walk", A, B, 1, 16, 3, 1, 88 if width == 8192 and whole(N, itemsize) else None)
     if width < 4096:
         return Backward("walk", A, B, 2, 8, 4, 1, 200)
     if width == 4096:
