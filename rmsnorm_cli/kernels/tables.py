@@ -54,7 +54,7 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
     """
     if itemsize != 2 or not 640 < N <= 16384:
         return None
-    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (5120, 4, 2, 3), (12800, 4, 3, 1), (16384, 16, 2, 1)]
+    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1), (16384, 16, 2, 1)]
     return Forward("unaligned", *window(N, itemsize), **chosen(limits, N))
 
 
