@@ -174,7 +174,8 @@ class ForwardPlan:
             self._choose(self._without_gluon(x), x)
 
     def _without_gluon(self, x: Tensor) -> Forward:
-        config = forward_table(self.N, x.element_size())
+        vectors = self.align * x.element_size() == VECTOR_BYTES
+        config = forward_table(self.N, x.element_size(), vectors=vectors)
         shareable = can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
         return forward_by_chunks(x.element_size()) if config.path == "shared" and not shareable else config
 

@@ -54,14 +54,15 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
     """
     if itemsize != 2 or not 640 < N <= 16384:
         return None
-    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1), (16384, 16, 2, 1)]
+    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1)]
+    limits += [(16384, 16, 2, 1)]
     return Forward("unaligned", *window(N, itemsize), **chosen(limits, N))
 
 
-def narrow_forward(N: int, itemsize: int) -> Forward:
+def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     """Choose the forward launch for rows of up to 1024 columns: a tile of them, 16 numbers a thread as a rule."""
     A, B = cover(N)
-    if itemsize == 4 and A + B > 512 and whole(N, itemsize):
+    if itemsize == 4 and A + B > 512 and vectors:
         return Forward("rows", A, B, 1, 2)
     rows = max(fitting(1024, A + B), 2)
     held = 32 if odd(N, itemsize) and A + B > 512 else 16
@@ -87,8 +88,12 @@ def reread_forward(N: int, itemsize: int) -> Forward:
     return Forward("reload", A, B, 1, warps)
 
 
-def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
-    """Choose the forward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one."""
+def forward_table(N: int, itemsize: int, ring: bool = False, vectors: bool | None = None) -> Forward:
+    """Choose the forward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one.
+
+    `vectors`: whether rows are whole vectors of 16 bytes where they lie; by default, as in memory of their own.
+    """
+    vectors = whole(N, itemsize) if vectors is None else vectors
     through_ring = forward_ring(N, itemsize) if ring else None
     if through_ring is not None:
         return through_ring
@@ -97,10 +102,10 @@ def forward_table(N: int, itemsize: int, ring: bool = False) -> Forward:
     if itemsize == 8:
         return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
     if width <= 1024:
-        return narrow_forward(N, itemsize)
-    if width <= 8192 and not whole(N, itemsize):
+        return narrow_forward(N, itemsize, vectors)
+    if width <= 8192 and not vectors:
         return Forward("rows", A, B, 1, 4 if width <= 2048 or odd(N, itemsize) else 8)
-    if N * itemsize <= 32768 and B == 0 and not whole(N, itemsize):
+    if N * itemsize <= 32768 and B == 0 and not vectors:
         return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
         return reread_forward(N, itemsize)

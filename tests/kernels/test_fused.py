@@ -163,6 +163,18 @@ def test_every_backward_path(config, N, few, device, monkeypatch):
     judge(x, gamma, dy, y, dx, dgamma)
 
 
+def test_rows_that_start_off_a_vector_are_not_read_twice(device):
+    """Reading a row a second time is only cheap by whole vectors; the result is the same up to rounding."""
+    x, gamma, dy = draw(5, 4096, torch.float32, device)
+    off = torch.empty(x.numel() + 1, device=device)[1:].view(x.shape).copy_(x)
+    paths = []
+    for rows in (x, off):
+        fused.reset_launched()
+        judge(rows, gamma, dy, *run(rows, gamma, dy))
+        paths += [path for path in fused.launched() if path.startswith("forward")]
+    assert paths == ["forward/reload", "forward/rows"]
+
+
 def test_a_refused_cooperative_launch_takes_the_path_without_waiting(device, monkeypatch):
     """A card that cannot hold all programs at once gives the same results by chunks, and the path's name says so."""
     x, gamma, dy = draw(5, 300, torch.float32, device)
