@@ -168,7 +168,7 @@ def train(
 
 @running
 def bench(
-    shape: Annotated[Words, typer.Option("--shape", help="MxN, for example 128x257 or 128x257:float16.")],
+    shape: Annotated[Words, typer.Option("--shape", help="MxN, for example 128x257, 128x257+1 or 128x257:float16.")],
     dtype: Annotated[Words, typer.Option("--dtype", help="float32, float16, bfloat16.")],
     perimeter: Annotated[
         Words, typer.Option("--perimeter", help="forward, forward_train, backward, forward_backward.")

@@ -16,16 +16,17 @@ from rmsnorm_cli.timing.cuda import Body
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape (M rows, N columns) in one dtype, by torch's name."""
+    """One shape (M rows, N columns) in one dtype, by torch's name; x and dy `start` so many numbers after 16 bytes."""
 
     M: int
     N: int
     dtype: str
+    start: int = 0
 
     @property
     def name(self) -> str:
         """Return the cell's name in tables and records."""
-        return f"{self.M}x{self.N} {self.dtype}"
+        return f"{self.M}x{self.N}{f'+{self.start}' if self.start else ''} {self.dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -68,9 +69,8 @@ class Buffers:
 
     def __init__(self, cell: Cell, sets: int, device: str | torch.device, seed: int) -> None:
         self.cell, self.device = cell, torch.device(device)
-        shape = (cell.M, cell.N)
-        self.x = [self._empty(*shape).requires_grad_() for _ in range(sets)]
-        self.dy = [self._empty(*shape) for _ in range(sets)]
+        self.x = [self._rows().requires_grad_() for _ in range(sets)]
+        self.dy = [self._rows() for _ in range(sets)]
         self.gamma = self._empty(cell.N).requires_grad_()
         self.refill(seed)
 
@@ -96,16 +96,26 @@ class Buffers:
         return Inputs(self.x[0].detach().clone(), self.gamma.detach().clone(), self.dy[0].clone())
 
     def streams(self, perimeter: str, sets: int) -> list[Body]:
-        """Return a plain stream for some sets: a copy for the forward, an add for the backward, into own memory."""
+        """Return a plain stream for some sets: a copy for the forward, an add for the backward, into own memory.
+
+        It reads aligned copies where x and dy do not start on 16 bytes: what it takes is what the bytes take.
+        """
         return [self._stream(STREAMS[perimeter], j) for j in range(sets)]
 
     def _stream(self, kind: str, j: int) -> Body:
-        x, dy = self.x[j].detach(), self.dy[j]
         if kind == "copy, then add":
             copy, add = self._stream("copy", j), self._stream("add", j)
             return lambda: copy() + add()
+        x, dy = self.x[j].detach(), self.dy[j]
+        if self.cell.start:
+            x, dy = x.clone(), dy.clone()
         target = self._empty(*x.shape)
         return lambda: (target.copy_(x) if kind == "copy" else torch.add(x, dy, out=target),)
+
+    def _rows(self) -> Tensor:
+        """Return contiguous memory for x or dy that begins where the cell says."""
+        M, N, start = self.cell.M, self.cell.N, self.cell.start
+        return self._empty(M * N + start)[start:].view(M, N)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.cell.torch_dtype, device=self.device)

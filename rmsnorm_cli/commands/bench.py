@@ -101,7 +101,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 def plan(settings: "Settings") -> list[str]:
     """Say what would be timed, and for how long at most, without timing it."""
     table = settings.bench
-    cells = [f"{M}x{N} {dtype}" for M, N, dtype in _shapes(settings)]
+    cells = [f"{M}x{N}{f'+{start}' if start else ''} {dtype}" for M, N, dtype, start in _shapes(settings)]
     kinds = [word for word in table.measures if word != "gpu"] + ["gpu"] * ("gpu" in table.measures) * len(table.caches)
     measurements = len(cells) * len(table.perimeters) * len(["whole"] if table.wall else kinds)
     minutes = measurements * (table.seconds + WARM_UP) / 60
@@ -257,14 +257,14 @@ def _measured(
     return unmeasured(cell, names, lab, detail)
 
 
-def _shapes(settings: "Settings") -> list[tuple[int, int, str]]:
-    """Return rows, columns and dtype of each cell: a shape's own dtype, else all of bench.dtypes; no cell twice."""
+def _shapes(settings: "Settings") -> list[tuple[int, int, str, int]]:
+    """Return rows, columns, dtype and start of each cell: a shape's own dtype, else all of bench.dtypes; none twice."""
     from rmsnorm_cli.config import sizes
 
     found = []
     for shape in settings.bench.shapes:
-        M, N, dtype = sizes(shape)
-        found += [(M, N, name) for name in ([dtype] if dtype else settings.bench.dtypes)]
+        M, N, start, dtype = sizes(shape)
+        found += [(M, N, name, start) for name in ([dtype] if dtype else settings.bench.dtypes)]
     return list(dict.fromkeys(found))
 
 

@@ -19,6 +19,7 @@ LARGEST_EPS = 3.4e38  # just under the largest fp32
 LARGEST_SEED = 2**32 - 1
 LARGEST_COUNT = 2**31 - 1
 LARGEST_WIDTH = 2**24
+LARGEST_START = 15  # numbers of a byte in 16 bytes, less one
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 TimedDtype = Literal["float32", "float16", "bfloat16"]
@@ -83,36 +84,43 @@ def _draw(seed: Any) -> Any:
 
 
 class Sizes(NamedTuple):
-    """A shape in parts: M rows, N columns, and the dtype that it is bound to, None for each one asked for."""
+    """A shape in parts: M rows, N columns, how many numbers after 16 bytes x and dy start, and the dtype.
+
+    The dtype is None where the shape is timed in each one asked for.
+    """
 
     M: int
     N: int
+    start: int
     dtype: str | None
 
 
 def sizes(shape: str) -> Sizes:
     """Take a shape of the form that `Shape` accepts apart."""
-    M, N, dtype = _SHAPE.fullmatch(shape).groups()  # type: ignore[union-attr]
-    return Sizes(int(M), int(N), dtype)
+    M, N, start, dtype = _SHAPE.fullmatch(shape).groups()  # type: ignore[union-attr]
+    return Sizes(int(M), int(N), int(start or 0), dtype)
 
 
-_SHAPE = re.compile(r"([0-9]{1,12})[xX]([0-9]{1,12})(?::([a-z0-9]+))?")
+_SHAPE = re.compile(r"([0-9]{1,12})[xX]([0-9]{1,12})(?:\+([0-9]{1,2}))?(?::([a-z0-9]+))?")
 
 
 def _shape(value: Any) -> Any:
-    """Write a shape as 128x257 or 128x257:float16, whether it came as such a text or as a list."""
+    """Write a shape as 128x257, 128x257+1 or 128x257:float16, whether it came as such a text or as a list."""
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(size) is int for size in value):
         value = f"{value[0]}x{value[1]}"
     if not (isinstance(value, str) and _SHAPE.fullmatch(value)):
         raise refusal("no shape")
-    M, N, dtype = sizes(value)
+    M, N, start, dtype = sizes(value)
     for size, what, most in ((M, "rows", LARGEST_COUNT), (N, "columns", LARGEST_WIDTH)):
         if not 1 <= size <= most:
             raise refusal(f"{size} {what}")
+    if start > LARGEST_START:
+        raise refusal(f"{start} numbers after 16 bytes, which hold {LARGEST_START + 1} at most")
+    shape = f"{M}x{N}" + (f"+{start}" if start else "")
     if dtype is not None and dtype not in get_args(TimedDtype):
         nearest = get_close_matches(dtype, get_args(TimedDtype), n=1)
-        raise refusal(f"no such dtype as {dtype}", nearest=f"{M}x{N}:{nearest[0]}" if nearest else "")
-    return f"{M}x{N}" + (f":{dtype}" if dtype else "")
+        raise refusal(f"no such dtype as {dtype}", nearest=f"{shape}:{nearest[0]}" if nearest else "")
+    return shape + (f":{dtype}" if dtype else "")
 
 
 Item = TypeVar("Item")
@@ -151,7 +159,8 @@ Shape = Annotated[
     str,
     BeforeValidator(_shape),
     Says(
-        'rows x cols as "128x257" or [128, 257], or as "128x257:float16" for that dtype alone; '
+        'rows x cols as "128x257" or [128, 257], as "128x257:float16" for that dtype alone, '
+        'as "128x257+1" for x and dy that start one number after 16 bytes; '
         f"both from 1, cols to {LARGEST_WIDTH}"
     ),
 ]

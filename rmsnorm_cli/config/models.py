@@ -235,7 +235,7 @@ class Bench(Table):
 
     shapes: Many[Shape] = Field(
         default=("128x257", "65536x256", "2048x4096", "4096x4096", "8192x5120"),
-        description="rows x cols, M x N; with a dtype behind a colon it is timed in that one alone",
+        description="rows x cols, M x N; +1 behind: x and dy start a number after 16 bytes; :dtype: in that one alone",
     )
     dtypes: Many[TimedDtype] = Field(
         default=("float32", "float16"), description="dtypes of x, for the shapes that name none"

@@ -384,6 +384,27 @@ def test_the_bytes_of_a_cell_are_those_of_the_model_that_is_printed():
     ]
 
 
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_rows_start_where_the_cell_says_and_the_stream_on_16_bytes(start, monkeypatch):
+    """Those of every set; what the stream reads is theirs, in memory that begins on 16 bytes."""
+    cell = Cell(6, 33, "float16", start)
+    assert cell.name == f"6x33{f'+{start}' if start else ''} float16"
+    buffers = Buffers(cell, 2, "cpu", 0)
+    for tensor in (*buffers.x, *buffers.dy):
+        assert tensor.data_ptr() % 16 == 2 * start
+        assert tensor.is_contiguous()
+        assert tensor.is_leaf
+    assert [tensor.requires_grad for tensor in buffers.x] == [True, True]
+    read = []
+    monkeypatch.setattr(torch, "add", lambda x, dy, out: read.extend((x, dy)))
+    for body in buffers.streams("backward", 2):
+        body()
+    assert len(read) == 4
+    for tensor, want in zip(read, (buffers.x[0], buffers.dy[0], buffers.x[1], buffers.dy[1]), strict=True):
+        assert tensor.data_ptr() % 16 == 0
+        assert torch.equal(tensor, want)
+
+
 def test_refilled_buffers_hold_other_values_at_the_same_addresses():
     buffers = Buffers(CELL, 3, "cpu", 0)
     before = buffers.pristine()

@@ -77,6 +77,7 @@ def test_a_later_set_wins_over_an_earlier_one() -> None:
         ("bench.shapes=128x257,4X5", "bench.shapes", ("128x257", "4x5")),
         ("bench.shapes=[[128, 257]]", "bench.shapes", ("128x257",)),
         ("bench.shapes=8x9:float16,4x4", "bench.shapes", ("8x9:float16", "4x4")),
+        ("bench.shapes=8x9+3:float16,4x4+0,4x4+1", "bench.shapes", ("8x9+3:float16", "4x4", "4x4+1")),
         ("bench.wall=true", "bench.wall", True),
         ("bench.compare=runs/latest", "bench.compare", "runs/latest"),
         ("train.lr={adam = 1}", "train.lr.adam", 1.0),
