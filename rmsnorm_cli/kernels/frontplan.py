@@ -59,10 +59,13 @@ def shared_memory(device: int) -> int:
 
 
 def takes_gluon(x: Tensor, rows: Sequence[Rows]) -> bool:
-    """Say whether a kernel written for CUDA can copy rows that lie like these into shared memory."""
+    """Say whether a kernel written for CUDA can copy rows that lie like these into shared memory.
+
+    Before Ampere no card copies there by itself, and a compiler that is asked for it ends the process.
+    """
     if ringforward is None or INTERPRETED or torch.version.hip is not None or x.dtype == torch.float64:
         return False
-    return all(lie.unit for lie in rows)
+    return all(lie.unit for lie in rows) and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def takes_ring(x: Tensor, align: int, rows: Sequence[Rows]) -> bool:

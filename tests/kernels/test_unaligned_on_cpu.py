@@ -1,13 +1,17 @@
 """Rows that do not start on 16 bytes: their kernels run on the CPU, from their own source, wherever rows start."""
 
+import random
+
 import gluon_on_cpu
 import pytest
 import torch
 from gluon_plans import in_place_of_a_card, through_plans
 from test_fused import draw, judge
 
-from rmsnorm_cli.kernels import tables
+from rmsnorm_cli.kernels import frontplan, tables
+from rmsnorm_cli.kernels.frontplan import takes_ring, takes_unaligned
 from rmsnorm_cli.kernels.geometry import Backward, Forward, slot, unaligned_bytes, window
+from rmsnorm_cli.kernels.rowlayout import alignment, describe, walking_order
 from rmsnorm_cli.kernels.tables import backward_unaligned, forward_unaligned
 
 FEW = 4
@@ -119,6 +123,58 @@ def test_a_row_too_wide_for_registers_is_read_again(on_cpu, monkeypatch):
     monkeypatch.setattr("rmsnorm_cli.kernels.tables.KEPT_COLUMNS", 130)
     again = through_plans(x, gamma, dy, *launches(N, x.dtype))
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def scattered(chance, shape, dtype):
+    """Return rows at strides that may let them overlap, or lie in another order than that of their dimensions.
+
+    NaN lies before the first number, nothing behind the last.
+    """
+    *leading, N = shape
+    vector = 16 // dtype.itemsize
+    choices = (0, 1, vector - 1, vector, vector + 1, N // 2, N - 1, N, N + 1, N + vector - N % vector, 2 * N + 3)
+    strides = [chance.choice(choices) for _ in leading]
+    first = chance.randrange(2 * vector)
+    reach = sum((size - 1) * stride for size, stride in zip(leading, strides, strict=True)) + N
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    memory = torch.cat([torch.full((first,), torch.nan), torch.randn(reach, generator=generator)]).to(dtype)
+    return memory.as_strided(shape, (*strides, 1), first)
+
+
+def test_whatever_rows_are_taken_lie_within_their_tensor(on_cpu, monkeypatch):
+    """Of drawn strides some are refused; the CPU's runner sees that no vector of the others reaches out."""
+    monkeypatch.setattr(frontplan, "shared_memory", lambda _: 227 * 1024)
+    monkeypatch.setattr(frontplan, "VIEWING", ("3.",))
+    chance = random.Random(20)
+    answers = {True: 0, False: 0}
+    while answers[True] < 60:
+        dtype = chance.choice([torch.float16, torch.bfloat16, torch.float32])
+        shape = (*(chance.choice([1, 1, 2, 3, 4]) for _ in range(chance.randrange(4))), chance.choice([64, 65, 72, 99]))
+        x, dy = scattered(chance, shape, dtype), scattered(chance, shape, dtype)
+        order = walking_order(x)
+        if order is None or describe(dy, order) is None:
+            continue
+        lies = [describe(tensor, order) for tensor in (x, dy)]
+        launch = launches(shape[-1], dtype, warps=chance.choice([1, 2]), stages=chance.choice([1, 2, 3]))
+        align = alignment(shape[-1], list(zip((x, dy), lies, strict=True)))
+        taken = takes_unaligned(launch[1], align, lies, x) and takes_unaligned(launch[0], align, lies[:1], x)
+        answers[taken] += 1
+        if taken:
+            gamma = torch.ones(shape[-1], dtype=dtype)
+            judge(x.contiguous(), gamma, dy.contiguous(), *through_plans(x, gamma, dy, *launch))
+    assert answers[False] > 20
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 0), True), ((12, 0), True)], ids=str)
+def test_cards_without_asynchronous_copies_keep_the_other_paths(capability, taken, on_cpu, monkeypatch):
+    """The compiler would not refuse them for a Turing card: it ends the process."""
+    monkeypatch.setattr(frontplan, "shared_memory", lambda _: 64 * 1024)
+    monkeypatch.setattr(frontplan, "VIEWING", ("3.",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x = torch.zeros(3, 257, dtype=torch.float16)
+    lie = describe(x, (0,))
+    assert takes_unaligned(backward_unaligned(257, 2), 1, [lie], x) is taken
+    assert takes_ring(x, 8, [lie]) is taken
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
