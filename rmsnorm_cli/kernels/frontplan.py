@@ -35,6 +35,9 @@ GLUON = ("ring", "unaligned")
 VIEWING = ("3.5.", "3.6.", "3.7.")
 """The Tritons whose Gluon gives a view of shared memory from any number on, which `unaligned` reads by."""
 
+UNCOMPILED = ("error encountered during parsing", "PassManager::run failed")
+"""What Triton says, as a RuntimeError, where a kernel's source becomes code that its own checks or passes refuse."""
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the arithmetic, of rstd and of the partial sums."""
@@ -135,7 +138,8 @@ def refused(problem: Exception, path: str) -> bool:
     The card cannot hold its programs together, or one program's shared memory; or this Triton does not compile it:
     Gluon, in which some paths are written, is experimental and may change.
     """
-    outdated = path in GLUON and isinstance(problem, CompilationError)
+    uncompiled = isinstance(problem, CompilationError) or any(words in str(problem) for words in UNCOMPILED)
+    outdated = path in GLUON and uncompiled
     return outdated or isinstance(problem, OutOfResources) or "cooperative" in str(problem)
 
 

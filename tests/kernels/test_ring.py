@@ -91,8 +91,10 @@ def test_too_small_a_card_keeps_the_other_paths(device, monkeypatch):
         RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch"),
         OutOfResources(196672, 101376, "shared memory"),
         CompilationError("", None, "Gluon has no such name"),
+        RuntimeError("error encountered during parsing"),
+        RuntimeError("PassManager::run failed"),
     ],
-    ids=["cooperative", "memory", "compile"],
+    ids=["cooperative", "memory", "compile", "verify", "passes"],
 )
 def test_a_refused_ring_takes_the_other_path(problem, device, monkeypatch):
     """A card, or a Triton, that will not run the ring gives the same results by the path that is there without it."""
@@ -113,16 +115,36 @@ def test_a_refused_ring_takes_the_other_path(problem, device, monkeypatch):
     judge(x, gamma, dy, y, dx, dgamma)
 
 
-def test_a_kernel_that_does_not_compile_is_no_refusal(device, monkeypatch):
-    """Only a ring may fail to compile without a word: any other kernel's error is raised."""
+@pytest.mark.parametrize(
+    "problem",
+    [CompilationError("", None, "no such name"), RuntimeError("error encountered during parsing")],
+    ids=["compile", "verify"],
+)
+def test_a_kernel_that_does_not_compile_is_no_refusal(problem, device, monkeypatch):
+    """Only what is written in Gluon may fail to compile without a word: any other kernel's error is raised."""
     x, gamma, _ = draw(5, 300, torch.float32, device)
     plan = ForwardPlan(x, gamma)
 
     def fail(*_):
-        raise CompilationError("", None, "no such name")
+        raise problem
 
     monkeypatch.setattr(plan.program, "launch", fail)
-    with pytest.raises(CompilationError):
+    with pytest.raises(type(problem)):
+        plan.run(x, gamma, 1e-6)
+
+
+def test_a_ring_may_fail_at_other_things_aloud(device, monkeypatch):
+    """What a launch meets on a card, such as an address that is not there, is no reason to launch something else."""
+    x, gamma, _ = draw(5, 300, torch.float32, device)
+    monkeypatch.setattr(frontplan, "multiprocessors", lambda _: 132)
+    plan = ForwardPlan(x, gamma)
+    plan._choose(Forward("ring", 512, warps=4, stages=2), x)
+
+    def fail(*_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(plan.program, "launch", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         plan.run(x, gamma, 1e-6)
 
 

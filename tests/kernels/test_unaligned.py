@@ -48,7 +48,12 @@ def test_what_these_kernels_do_not_take(device, monkeypatch):
         memory = 227
 
 
-def test_a_triton_that_does_not_compile_them_takes_the_other_paths(device, monkeypatch):
+@pytest.mark.parametrize(
+    "problem",
+    [CompilationError("", None, "Gluon has no such name"), RuntimeError("error encountered during parsing")],
+    ids=["compile", "verify"],
+)
+def test_a_triton_that_does_not_compile_them_takes_the_other_paths(problem, device, monkeypatch):
     """Many rows and few: the results are there, by the kernels that any Triton compiles."""
     for module in (frontplan, backplan):
         monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
@@ -60,7 +65,7 @@ def test_a_triton_that_does_not_compile_them_takes_the_other_paths(device, monke
         back._choose(Backward("unaligned", *window(257, 4), warps=2))
 
         def refuse(*_):
-            raise CompilationError("", None, "Gluon has no such name")
+            raise problem
 
         monkeypatch.setattr(front.program, "launch", refuse)
         monkeypatch.setattr(back.main, "launch", refuse)
