@@ -25,6 +25,9 @@ DIRECT = "3.6."
 SM_REGISTERS = 65536
 """Registers of one SM of every NVIDIA card since 2012."""
 
+REGISTER_UNIT = 8
+"""Registers of a thread are handed out in multiples of this."""
+
 MOST_WAVES = 16
 """An AMD program's limit: 1024 lanes, 64 to a wave."""
 
@@ -61,7 +64,7 @@ class Program:
             self.options["launch_pdl"] = True
         if registers is not None and torch.version.hip is None:
             self.options["maxnreg"] = registers
-        self.most_registers = SM_REGISTERS // (32 * warps * per_sm)
+        self.most_registers = SM_REGISTERS // (32 * warps * per_sm) // REGISTER_UNIT * REGISTER_UNIT
         self._call: Callable[..., None] | None = None
         self._middle: tuple[Any, ...] = ()
 

@@ -197,7 +197,7 @@ def stranger(tmp_path, monkeypatch):
         with open_run(settings, ["rmsnorm"], device, {}) as run:
             outcome = gradcheck.run(settings, run, Console(quiet=True), device)
             run.finish(outcome)
-        assert {r.status for r in outcome.results if r.impl == "reference"} == {"passed"}
+        assert [r for r in outcome.results if r.impl == "reference" and r.status != "passed"] == []
         return outcome, [r for r in outcome.results if r.impl != "reference"]
 
     return judged
