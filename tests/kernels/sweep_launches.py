@@ -31,6 +31,7 @@ from rmsnorm_cli.kernels.rowlayout import walking_order
 from rmsnorm_cli.kernels.tables import SMALL_ROWS
 
 CALLS, SETS, EPS = 6, 3, 1e-6
+TYPES = {"path": str, "fold": lambda text: text == "True"}  # of fields that are no integers
 Launch = Forward | Backward
 Call = Callable[[tuple[torch.Tensor, ...]], Any]
 
@@ -51,7 +52,7 @@ def arguments() -> argparse.Namespace:
 def variants(launch: Launch, vary: list[str]) -> list[Launch]:
     """Return the launch and all combinations of the values that its fields are to take."""
     named = dict(one.split("=", 1) for one in vary)
-    kinds = {field.name: str if field.name == "path" else int for field in dataclasses.fields(launch)}
+    kinds = {field.name: TYPES.get(field.name, int) for field in dataclasses.fields(launch)}
     values = [[None if text == "None" else kinds[name](text) for text in named[name].split(",")] for name in named]
     products = [
         dataclasses.replace(launch, **dict(zip(named, each, strict=True))) for each in itertools.product(*values)
