@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs Triton's interpreter: {NO_INTERPRETER}"))
 
 
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Let what a test draws from torch's global generator not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def interpreter_runs() -> bool:
     """Return whether the versions on this machine can run Triton's interpreter, by the tool's own check."""
