@@ -190,9 +190,7 @@ class Gradcheck(Table):
 
     rows: Many[Count] = Field(default=(1, 3), description="row counts M")
     cols: Many[Cols] = Field(default=(1, 2, 7, 33, 257), description="row widths N")
-    step: Annotated[float, Field(gt=0, le=1e-3)] = Field(
-        default=1e-6, description="step of the finite differences; less for numbers below a tenth"
-    )
+    step: Annotated[float, Field(gt=0, le=1e-3)] = Field(default=1e-6, description="of finite differences, in rms of x")
     atol: Tightened = Field(le=1e-7, default=1e-7, description="absolute tolerance; may only be tightened")
     rtol: Tightened = Field(le=1e-5, default=1e-5, description="relative tolerance; may only be tightened")
     second: bool = Field(default=True, description="check second derivatives too")

@@ -1,5 +1,6 @@
 """gradcheck passes right formulas and fails wrong ones, and says which program it tested."""
 
+import itertools
 import json
 
 import pytest
@@ -244,13 +245,24 @@ def test_the_seed_decides_the_directions_of_second_derivatives(monkeypatch):
     assert not torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.parametrize("seed", [1073, 1342, 1780])
-def test_no_direction_fails_the_reference(seed):
-    """Of 2500 seeds these three did, by a step of 1e-6 beside numbers of 1e-2."""
-    probe = derivatives.probe(2, 3, *derivatives.KILLING, seed=0)
-    judge = gradcheck.Judge("reference", "interpreter", "the reference")
+@pytest.mark.parametrize(
+    ("M", "N", "seed"), [(2, 3, 1073), (2, 3, 1342), (2, 3, 1780), (3, 7, 0), (3, 7, 11), (3, 33, 0)]
+)
+def test_no_direction_fails_the_reference(M, N, seed):
+    """With x as it is, of rms 1e-2, a step of 1e-6 or of 1e-7 failed these; in units of its rms none of 2500 did."""
+    probe = derivatives.probe(M, N, *derivatives.KILLING, seed=0)
+    judge = gradcheck.Judge("reference", "cuda", "the reference")  # every element, up to wide rows
     results = list(gradcheck.check_call(judge, reference.forward, probe, TABLE, seed))
     assert [result for result in results if result.status != "passed"] == []
+
+
+def test_no_seed_fails_the_formula():
+    """One column: what the second derivative by gamma is, is what is left of terms a million times as large."""
+    judge = gradcheck.Judge("reference", "interpreter", "the formula")
+    for seed in range(100):
+        for M, scale in itertools.product((1, 3), (derivatives.KILLING, (1.0, 1e-6))):
+            results = list(gradcheck.check_formulas(judge, derivatives.probe(M, 1, *scale, seed=seed), seed))
+            assert [result for result in results if result.status != "passed"] == []
 
 
 def test_a_kernel_in_the_interpreter_is_probed_element_by_element_in_narrow_rows_alone():
