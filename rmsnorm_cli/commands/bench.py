@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rmsnorm_cli.bench.lab import Lab, Standing
     from rmsnorm_cli.bench.workload import Cell
     from rmsnorm_cli.config import Settings
+    from rmsnorm_cli.config.fields import Sizes
     from rmsnorm_cli.console import Console
     from rmsnorm_cli.environment import Device
     from rmsnorm_cli.kernels import Implementation
@@ -42,7 +43,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 
     table = settings.bench
     refuse_without_gpu(settings, device)
-    cells = [Cell(*shape) for shape in _shapes(settings)]
+    cells = [Cell(shape.M, shape.N, dtype, shape.start) for shape, dtype in _shapes(settings)]
     facts = _facts(run, device)
     before, unlike = None, list[str]()
     if table.compare is not None:
@@ -101,7 +102,7 @@ def run(settings: "Settings", run: "Run", console: "Console", device: "Device") 
 def plan(settings: "Settings") -> list[str]:
     """Say what would be timed, and for how long at most, without timing it."""
     table = settings.bench
-    cells = [f"{M}x{N}{f'+{start}' if start else ''} {dtype}" for M, N, dtype, start in _shapes(settings)]
+    cells = [f"{shape.rows} {dtype}" for shape, dtype in _shapes(settings)]
     kinds = [word for word in table.measures if word != "gpu"] + ["gpu"] * ("gpu" in table.measures) * len(table.caches)
     measurements = len(cells) * len(table.perimeters) * len(["whole"] if table.wall else kinds)
     minutes = measurements * (table.seconds + WARM_UP) / 60
@@ -257,14 +258,14 @@ def _measured(
     return unmeasured(cell, names, lab, detail)
 
 
-def _shapes(settings: "Settings") -> list[tuple[int, int, str, int]]:
-    """Return rows, columns, dtype and start of each cell: a shape's own dtype, else all of bench.dtypes; none twice."""
+def _shapes(settings: "Settings") -> list[tuple["Sizes", str]]:
+    """Return shape and dtype of each cell: a shape's own dtype, else all of bench.dtypes; no cell twice."""
     from rmsnorm_cli.config import sizes
 
     found = []
-    for shape in settings.bench.shapes:
-        M, N, start, dtype = sizes(shape)
-        found += [(M, N, name, start) for name in ([dtype] if dtype else settings.bench.dtypes)]
+    for shape in map(sizes, settings.bench.shapes):
+        dtypes = [shape.dtype] if shape.dtype else settings.bench.dtypes
+        found += [(shape._replace(dtype=None), dtype) for dtype in dtypes]
     return list(dict.fromkeys(found))
 
 

@@ -94,6 +94,11 @@ class Sizes(NamedTuple):
     start: int
     dtype: str | None
 
+    @property
+    def rows(self) -> str:
+        """Return the shape as it is written without its dtype."""
+        return f"{self.M}x{self.N}" + (f"+{self.start}" if self.start else "")
+
 
 def sizes(shape: str) -> Sizes:
     """Take a shape of the form that `Shape` accepts apart."""
@@ -110,17 +115,17 @@ def _shape(value: Any) -> Any:
         value = f"{value[0]}x{value[1]}"
     if not (isinstance(value, str) and _SHAPE.fullmatch(value)):
         raise refusal("no shape")
-    M, N, start, dtype = sizes(value)
-    for size, what, most in ((M, "rows", LARGEST_COUNT), (N, "columns", LARGEST_WIDTH)):
+    shape = sizes(value)
+    for size, what, most in ((shape.M, "rows", LARGEST_COUNT), (shape.N, "columns", LARGEST_WIDTH)):
         if not 1 <= size <= most:
             raise refusal(f"{size} {what}")
-    if start > LARGEST_START:
-        raise refusal(f"{start} numbers after 16 bytes, which hold {LARGEST_START + 1} at most")
-    shape = f"{M}x{N}" + (f"+{start}" if start else "")
+    if shape.start > LARGEST_START:
+        raise refusal(f"{shape.start} numbers after 16 bytes, which hold {LARGEST_START + 1} at most")
+    dtype = shape.dtype
     if dtype is not None and dtype not in get_args(TimedDtype):
         nearest = get_close_matches(dtype, get_args(TimedDtype), n=1)
-        raise refusal(f"no such dtype as {dtype}", nearest=f"{shape}:{nearest[0]}" if nearest else "")
-    return shape + (f":{dtype}" if dtype else "")
+        raise refusal(f"no such dtype as {dtype}", nearest=f"{shape.rows}:{nearest[0]}" if nearest else "")
+    return shape.rows + (f":{dtype}" if dtype else "")
 
 
 Item = TypeVar("Item")

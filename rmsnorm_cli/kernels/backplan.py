@@ -32,7 +32,7 @@ from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, alignment, describe, output_form
 from rmsnorm_cli.kernels.tables import backward_by_chunks, backward_table, backward_unaligned, column_sum_table
 
-PADDING = 4
+PADDING = VECTOR_BYTES // 4
 """Numbers of fp32 in 16 bytes: the rows of partial sums of unaligned rows are padded to a multiple of it."""
 
 

@@ -91,6 +91,22 @@ def ask(
 
 
 @gluon.jit
+def ask_all(
+    rows, at, N, live, FIRST, LAST,
+    TENSORS: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start copying a row of each tensor: `rows` are their memories, pointers and offsets.
+
+    Tile A of all of them, then tile B: one barrier, not one for each.
+    """
+    for i in gl.static_range(TENSORS):
+        ask(rows[i][0], at, rows[i][1], rows[i][2], N, live, FIRST, LAST, A, B, WARPS, False)
+    if B > 0:
+        for i in gl.static_range(TENSORS):
+            ask(rows[i][0], at, rows[i][1], rows[i][2], N, live, FIRST, LAST, A, B, WARPS, True)
+
+
+@gluon.jit
 def ends(memory, at, ptr, offset, N, WARPS: gl.constexpr):
     """Read the ends of a row, a vector each, and write them where `ask` left them out."""
     VECTOR: gl.constexpr = 128 // memory.dtype.primitive_bitwidth

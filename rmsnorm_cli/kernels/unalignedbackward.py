@@ -13,7 +13,7 @@ from rmsnorm_cli.kernels.ring import total
 from rmsnorm_cli.kernels.tiles import row_offset
 from rmsnorm_cli.kernels.unaligned import (
     added,
-    ask,
+    ask_all,
     ends,
     lead_of,
     numbers,
@@ -82,13 +82,9 @@ def unaligned_backward_kernel(
         row = (pid + slot * programs).to(gl.int64)
         live = slot < steps
         last = slot == final
-        x_from = row_offset(row, x_per, x_outer, x_inner, TWO, 1)
-        dy_from = row_offset(row, dy_per, dy_outer, dy_inner, DY_TWO, 1)
-        ask(x_memory, slot * SLOT, x_ptr, x_from, N, live, row == 0, last, A, B, WARPS, False)
-        ask(dy_memory, slot * SLOT, dy_ptr, dy_from, N, live, row == 0, last, A, B, WARPS, False)
-        if B > 0:
-            ask(x_memory, slot * SLOT, x_ptr, x_from, N, live, row == 0, last, A, B, WARPS, True)
-            ask(dy_memory, slot * SLOT, dy_ptr, dy_from, N, live, row == 0, last, A, B, WARPS, True)
+        x_from = (x_memory, x_ptr, row_offset(row, x_per, x_outer, x_inner, TWO, 1))
+        dy_from = (dy_memory, dy_ptr, row_offset(row, dy_per, dy_outer, dy_inner, DY_TWO, 1))
+        ask_all((x_from, dy_from), slot * SLOT, N, live, row == 0, last, 2, A, B, WARPS)
         async_copy.async_copy_global_to_shared(rstds.index(slot), rstd_ptr + row + one, one + slot < steps)
         async_copy.commit_group()
     columns = gl.arange(0, UNIT, LAYOUT)
@@ -120,13 +116,9 @@ def unaligned_backward_kernel(
         ahead = step + DEPTH
         live = ahead < steps
         last = ahead == final
-        x_there = row_offset(row + DEPTH * programs, x_per, x_outer, x_inner, TWO, 1)
-        dy_there = row_offset(row + DEPTH * programs, dy_per, dy_outer, dy_inner, DY_TWO, 1)
-        ask(x_memory, slot * SLOT, x_ptr, x_there, N, live, False, last, A, B, WARPS, False)
-        ask(dy_memory, slot * SLOT, dy_ptr, dy_there, N, live, False, last, A, B, WARPS, False)
-        if B > 0:
-            ask(x_memory, slot * SLOT, x_ptr, x_there, N, live, False, last, A, B, WARPS, True)
-            ask(dy_memory, slot * SLOT, dy_ptr, dy_there, N, live, False, last, A, B, WARPS, True)
+        x_there = (x_memory, x_ptr, row_offset(row + DEPTH * programs, x_per, x_outer, x_inner, TWO, 1))
+        dy_there = (dy_memory, dy_ptr, row_offset(row + DEPTH * programs, dy_per, dy_outer, dy_inner, DY_TWO, 1))
+        ask_all((x_there, dy_there), slot * SLOT, N, live, False, last, 2, A, B, WARPS)
         rstd_from = rstd_ptr + (row + DEPTH * programs)
         async_copy.async_copy_global_to_shared(rstds.index(slot), rstd_from + one, one + ahead < steps)
         async_copy.commit_group()

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from rmsnorm_cli.kernels.ring import total
 from rmsnorm_cli.kernels.tiles import row_offset
 from rmsnorm_cli.kernels.unaligned import (
-    ask,
+    ask_all,
     ends,
     lead_of,
     numbers,
@@ -45,9 +45,8 @@ def unaligned_forward_kernel(
     for slot in gl.static_range(DEPTH):
         row = (pid + slot * programs).to(gl.int64)
         offset = row_offset(row, x_per, x_outer, x_inner, TWO, 1)
-        ask(memory, slot * SLOT, x_ptr, offset, N, slot < steps, row == 0, slot == final, A, B, WARPS, False)
-        if B > 0:
-            ask(memory, slot * SLOT, x_ptr, offset, N, slot < steps, row == 0, slot == final, A, B, WARPS, True)
+        live = slot < steps
+        ask_all(((memory, x_ptr, offset),), slot * SLOT, N, live, row == 0, slot == final, 1, A, B, WARPS)
         async_copy.commit_group()
     columns = gl.arange(0, 32 * WARPS, LAYOUT)
     gamma = read(gamma_ptr, columns, gamma_col, N, UNITS) if GAMMA else ()
@@ -65,9 +64,7 @@ def unaligned_forward_kernel(
         rstd = gl.rsqrt(total(squares, WARPS) / N + eps.to(gl.float32))
         ahead = step + DEPTH
         there = row_offset(row + DEPTH * programs, x_per, x_outer, x_inner, TWO, 1)
-        ask(memory, at, x_ptr, there, N, ahead < steps, False, ahead == final, A, B, WARPS, False)
-        if B > 0:
-            ask(memory, at, x_ptr, there, N, ahead < steps, False, ahead == final, A, B, WARPS, True)
+        ask_all(((memory, x_ptr, there),), at, N, ahead < steps, False, ahead == final, 1, A, B, WARPS)
         async_copy.commit_group()
         at = gl.where(at == (DEPTH - 1) * SLOT, 0, at + SLOT)
         gl.store(rstd_ptr + row, rstd)

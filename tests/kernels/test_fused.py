@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plans import where_launches_fail
 from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import ContractError, fused, reference, rms_norm, tables
@@ -216,20 +217,10 @@ def test_rows_that_start_off_a_vector_are_not_read_twice(device):
 def test_a_refused_cooperative_launch_takes_the_path_without_waiting(device, monkeypatch):
     """A card that cannot hold all programs at once gives the same results by chunks, and the path's name says so."""
     x, gamma, dy = draw(5, 300, torch.float32, device)
-    _, rstd = fused.forward(x, gamma, 1e-6)
-    front, back = ForwardPlan(x, gamma), BackwardPlan(dy, x, gamma, (0,), True, True)
-    front._choose(FORWARDS[-1], x)
-    back._choose(BACKWARDS[-1])
-
-    def refuse(*_):
-        raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
-
-    monkeypatch.setattr(front.program, "launch", refuse)
-    monkeypatch.setattr(back.main, "launch", refuse)
-    y, _, forward_path = front.run(x, gamma, 1e-6)
-    dx, dgamma, backward_path = back.run(dy, x, gamma, rstd)
-    assert (forward_path, backward_path) == ("forward/loop", "backward/chunks")
-    judge(x, gamma, dy, y, dx, dgamma)
+    problem = RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+    paths, results = where_launches_fail(problem, monkeypatch, x, gamma, dy, FORWARDS[-1], BACKWARDS[-1])
+    assert paths == ("forward/loop", "backward/chunks")
+    judge(x, gamma, dy, *results)
 
 
 def test_a_program_too_large_for_the_card_takes_the_path_without_waiting(device, monkeypatch):

@@ -6,8 +6,8 @@ import gluon_on_cpu
 import numpy as np
 import pytest
 import torch
-from gluon_plans import in_place_of_a_card, through_plans
 from gluon_values import BFLOAT16, FLOAT32, Tile
+from plans import in_place_of_a_card, through_plans
 from test_fused import draw
 from triton.experimental.gluon import language as gl
 

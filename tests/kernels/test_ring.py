@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from plans import where_launches_fail
 from test_fused import draw, judge, run
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from rmsnorm_cli.kernels import backplan, frontplan, fused
-from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan, holds_ring, takes_ring
 from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, ring_bytes
 from rmsnorm_cli.kernels.rowlayout import alignment, describe
@@ -99,20 +99,10 @@ def test_too_small_a_card_keeps_the_other_paths(device, monkeypatch):
 def test_a_refused_ring_takes_the_other_path(problem, device, monkeypatch):
     """A card, or a Triton, that will not run the ring gives the same results by the path that is there without it."""
     x, gamma, dy = draw(300, 300, torch.float32, device)
-    _, rstd = fused.forward(x, gamma, 1e-6)
-    front, back = ForwardPlan(x, gamma), BackwardPlan(dy, x, gamma, (0,), True, True)
-    front._choose(Forward("ring", 512, warps=4, stages=2), x)
-    back._choose(Backward("ring", 512, warps=4, stages=2))
-
-    def refuse(*_):
-        raise problem
-
-    monkeypatch.setattr(front.program, "launch", refuse)
-    monkeypatch.setattr(back.main, "launch", refuse)
-    y, _, forward_path = front.run(x, gamma, 1e-6)
-    dx, dgamma, backward_path = back.run(dy, x, gamma, rstd)
-    assert (forward_path, backward_path) == ("forward/rows", "backward/walk")
-    judge(x, gamma, dy, y, dx, dgamma)
+    launches = [kind("ring", 512, warps=4, stages=2) for kind in (Forward, Backward)]
+    paths, results = where_launches_fail(problem, monkeypatch, x, gamma, dy, *launches)
+    assert paths == ("forward/rows", "backward/walk")
+    judge(x, gamma, dy, *results)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import gluon_on_cpu
 import pytest
 import torch
-from gluon_plans import in_place_of_a_card, through_plans
+from plans import in_place_of_a_card, through_plans
 from test_fused import draw, judge
 
 from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, whole_pieces

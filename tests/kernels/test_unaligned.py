@@ -3,12 +3,12 @@
 import pytest
 import torch
 import triton
+from plans import where_launches_fail
 from test_fused import draw, judge, run
 from triton.compiler.errors import CompilationError
 
 from rmsnorm_cli.kernels import backplan, frontplan, fused
-from rmsnorm_cli.kernels.backplan import BackwardPlan
-from rmsnorm_cli.kernels.frontplan import VIEWING, ForwardPlan, takes_unaligned
+from rmsnorm_cli.kernels.frontplan import VIEWING, takes_unaligned
 from rmsnorm_cli.kernels.geometry import Backward, Forward, window
 from rmsnorm_cli.kernels.rowlayout import alignment, describe
 from rmsnorm_cli.kernels.tables import backward_unaligned, forward_unaligned
@@ -59,20 +59,10 @@ def test_a_triton_that_does_not_compile_them_takes_the_other_paths(problem, devi
         monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
     for M in (5, 300):
         x, gamma, dy = draw(M, 257, torch.float32, device)
-        _, rstd = fused.forward(x, gamma, 1e-6)
-        front, back = ForwardPlan(x, gamma), BackwardPlan(dy, x, gamma, (0,), True, True)
-        front._choose(Forward("unaligned", *window(257, 4), warps=2, per_sm=1), x)
-        back._choose(Backward("unaligned", *window(257, 4), warps=2))
-
-        def refuse(*_):
-            raise problem
-
-        monkeypatch.setattr(front.program, "launch", refuse)
-        monkeypatch.setattr(back.main, "launch", refuse)
-        y, _, forward_path = front.run(x, gamma, 1e-6)
-        dx, dgamma, backward_path = back.run(dy, x, gamma, rstd)
-        assert (forward_path, backward_path) == ("forward/rows", "backward/small" if M == 5 else "backward/walk")
-        judge(x, gamma, dy, y, dx, dgamma)
+        launches = [kind("unaligned", *window(257, 4), warps=2, per_sm=1) for kind in (Forward, Backward)]
+        paths, results = where_launches_fail(problem, monkeypatch, x, gamma, dy, *launches)
+        assert paths == ("forward/rows", "backward/small" if M == 5 else "backward/walk")
+        judge(x, gamma, dy, *results)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

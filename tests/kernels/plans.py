@@ -1,4 +1,4 @@
-"""Plans whose Gluon kernels run on the CPU (`gluon_on_cpu.py`), in the place of a card."""
+"""Plans launched as told: Gluon kernels on the CPU (`gluon_on_cpu.py`), launches that a card or a Triton refuses."""
 
 import torch
 
@@ -33,12 +33,31 @@ def in_place_of_a_card(monkeypatch, run):
         monkeypatch.setattr(module, "INTERPRETED", False)
 
 
+def planned(x, gamma, dy, forward, backward, need_dx=True, need_dgamma=True):
+    """Return the plans of a forward and a backward that are to be launched as told."""
+    front, back = ForwardPlan(x, gamma), BackwardPlan(dy, x, gamma, walking_order(x), need_dx, need_dgamma)
+    front._choose(forward, x)
+    back._choose(backward)
+    return front, back
+
+
 def through_plans(x, gamma, dy, forward, backward, **needs):
     """Return y, dx and dgamma of a forward and a backward launched as told."""
-    front = ForwardPlan(x, gamma)
-    front._choose(forward, x)
+    front, back = planned(x, gamma, dy, forward, backward, **needs)
     y, rstd, _ = front.run(x, gamma, 1e-6)
-    back = BackwardPlan(dy, x, gamma, walking_order(x), needs.get("need_dx", True), needs.get("need_dgamma", True))
-    back._choose(backward)
     dx, dgamma, _ = back.run(dy, x, gamma, rstd)
     return y, dx, dgamma
+
+
+def where_launches_fail(problem, monkeypatch, x, gamma, dy, forward, backward):
+    """Return the paths that serve where both launches raise the problem, and what they give: y, dx, dgamma."""
+
+    def refuse(*_):
+        raise problem
+
+    front, back = planned(x, gamma, dy, forward, backward)
+    monkeypatch.setattr(front.program, "launch", refuse)
+    monkeypatch.setattr(back.main, "launch", refuse)
+    y, rstd, forward_path = front.run(x, gamma, 1e-6)
+    dx, dgamma, backward_path = back.run(dy, x, gamma, rstd)
+    return (forward_path, backward_path), (y, dx, dgamma)
