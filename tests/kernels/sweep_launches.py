@@ -5,6 +5,9 @@ replaces them in the launch that the table chooses:
 
     python tests/kernels/sweep_launches.py backward bfloat16 16384x6144 8192x8192 --vary warps=8,16 registers=None,96
 
+A shape written 16384x4096+1 has x and dy start one number after 16 bytes; `--sums 256x32x8,64x32x4` tries tiles of the
+column sum too (rows, columns, warps).
+
 A candidate is compiled in another process, compared with float64, and captured as a CUDA graph of six calls
 over three sets of buffers, too large together for the L2 cache. The graphs of a shape take turns in an order drawn anew
 each round; what is printed are medians, beside a plain stream of the same bytes.
@@ -20,10 +23,11 @@ import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
-from rmsnorm_cli.kernels import reference
+from rmsnorm_cli.kernels import backplan, reference
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
 from rmsnorm_cli.kernels.geometry import Backward, Forward
@@ -33,6 +37,8 @@ from rmsnorm_cli.kernels.tables import SMALL_ROWS
 CALLS, SETS, EPS = 6, 3, 1e-6
 TYPES = {"path": str, "fold": lambda text: text == "True"}  # of fields that are no integers
 Launch = Forward | Backward
+Candidate = tuple[Launch, tuple[int, int, int] | None]
+"""A launch, and the tile of the column sum where it is not the table's."""
 Call = Callable[[tuple[torch.Tensor, ...]], Any]
 
 
@@ -41,8 +47,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", choices=["forward", "backward"])
     parser.add_argument("dtype", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("shapes", nargs="+", metavar="MxN")
+    parser.add_argument("shapes", nargs="+", metavar="MxN[+START]")
     parser.add_argument("--vary", nargs="*", default=[], metavar="FIELD=VALUE,VALUE", help="None stands for no limit")
+    parser.add_argument("--sums", default="", metavar="RxCxW,...", help="tiles of the column sum beside the table's")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--processes", type=int, default=max(1, (multiprocessing.cpu_count() or 1) - 1))
     parser.add_argument("--csv", metavar="FILE", help="write every median there too")
@@ -60,11 +67,19 @@ def variants(launch: Launch, vary: list[str]) -> list[Launch]:
     return [launch, *(each for each in dict.fromkeys(products) if each != launch)]
 
 
-def plan_of(way: str, x: torch.Tensor, gamma: torch.Tensor, launch: Launch | None) -> Any:
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a text like 16384x4096+1 or 256x32x8."""
+    return tuple(int(size) for size in text.replace("+", "x").split("x"))
+
+
+def plan_of(way: str, x: torch.Tensor, gamma: torch.Tensor, candidate: Candidate | None) -> Any:
     """Return the plan of a call, with the launch that is asked for in the place of the table's."""
     plan = ForwardPlan(x, gamma, False) if way == "forward" else BackwardPlan(x, x, gamma, walking_order(x), True, True)
-    if launch is not None:
-        plan._choose(*((launch, x) if way == "forward" else (launch,)))
+    if candidate is not None:
+        launch, tile = candidate
+        table = backplan.column_sum_table
+        with mock.patch.object(backplan, "column_sum_table", lambda parts, N: tile or table(parts, N)):
+            plan._choose(*((launch, x) if way == "forward" else (launch,)))
     return plan
 
 
@@ -75,27 +90,36 @@ def call_of(way: str, plan: Any, gamma: torch.Tensor) -> Call:
     return lambda buffers: plan.run(buffers[1], buffers[0], gamma, buffers[2])
 
 
-def buffers_of(M: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Draw x and dy, and make rstd and room for a result.
+def buffers_of(M: int, N: int, start: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Draw x and dy, which begin `start` numbers after 16 bytes, and make rstd and room for a result.
 
     Each row has a size of its own and dy leans on x by as much as it likes: else another row's rstd, or another's
     mean(u · x_hat), would hardly be seen.
     """
-    x, dy = (torch.randn(M, N, device="cuda").to(dtype) for _ in range(2))
+    x, dy = (torch.randn(M * N + start, device="cuda").to(dtype)[start:].view(M, N) for _ in range(2))
     dy.add_(x * torch.randn(M, 1, device="cuda").to(dtype))
     x.mul_(0.5 + torch.rand(M, 1, device="cuda").to(dtype))
     return x, dy, torch.rsqrt(x.float().square().mean(1) + EPS), torch.empty_like(x)
 
 
-def compile_one(job: tuple[str, str, int, Launch]) -> None:
+def stream(way: str, buffers: tuple[torch.Tensor, ...]) -> None:
+    """Move the bytes of a pass, all from where 16 bytes begin."""
+    x, dy = (tensor.as_strided(tensor.shape, tensor.stride(), 0) for tensor in buffers[:2])
+    if way == "forward":
+        buffers[3].copy_(x)
+    else:
+        torch.add(x, dy, out=buffers[3])
+
+
+def compile_one(job: tuple[str, str, int, int, Candidate]) -> None:
     """Compile a candidate into the cache on disk; whether it works is seen later."""
-    way, dtype, N, launch = job
+    way, dtype, N, start, candidate = job
     gamma = torch.ones(N, device="cuda", dtype=getattr(torch, dtype))
-    buffers = buffers_of(SMALL_ROWS + 1, N, gamma.dtype)
+    buffers = buffers_of(SMALL_ROWS + 1, N, start, gamma.dtype)
     try:
-        call_of(way, plan_of(way, buffers[0], gamma, launch), gamma)(buffers)
+        call_of(way, plan_of(way, buffers[0], gamma, candidate), gamma)(buffers)
     except Exception as problem:  # a launch that the card refuses is no result
-        print(launch, type(problem).__name__, file=sys.stderr)
+        print(shown(candidate), type(problem).__name__, file=sys.stderr)
 
 
 def wrong(way: str, result: Any, buffers: tuple[torch.Tensor, ...], gamma: torch.Tensor) -> str:
@@ -132,38 +156,41 @@ def medians(calls: dict[str, Call], sets: list[tuple[torch.Tensor, ...]], rounds
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def shown(launch: Launch) -> str:
-    """Return the fields of a launch that are not as they are by default."""
+def shown(candidate: Candidate) -> str:
+    """Return the fields of a launch that are not as they are by default, and the tile of its column sum likewise."""
+    launch, tile = candidate
     fields = [field for field in dataclasses.fields(launch) if getattr(launch, field.name) != field.default]
-    return " ".join(f"{field.name}={getattr(launch, field.name)}" for field in fields)
+    words = [f"{field.name}={getattr(launch, field.name)}" for field in fields]
+    return " ".join(words if tile is None else [*words, "sum=" + "x".join(map(str, tile))])
 
 
 def main() -> None:
     """Sweep all shapes."""
     asked = arguments()
     dtype = getattr(torch, asked.dtype)
-    shapes = [tuple(int(size) for size in shape.split("x")) for shape in asked.shapes]
-    launches = {}
-    for M, N in shapes:
-        table = plan_of(asked.way, torch.empty(2, N, device="cuda", dtype=dtype), torch.empty(N, device="cuda"), None)
-        launches[M, N] = variants(table.config, asked.vary)
-    jobs = list(
-        dict.fromkeys((asked.way, asked.dtype, N, launch) for (_, N), each in launches.items() for launch in each)
-    )
+    tiles = [None, *(numbers(tile) for tile in asked.sums.split(",") if tile)]
+    candidates: dict[tuple[int, int, int], list[Candidate]] = {}
+    for shape in asked.shapes:
+        M, N, start = (*numbers(shape), 0)[:3]
+        few = buffers_of(SMALL_ROWS + 1, N, start, dtype)[0]
+        table = plan_of(asked.way, few, torch.empty(N, device="cuda", dtype=dtype), None).config
+        candidates[M, N, start] = [(launch, tile) for launch in variants(table, asked.vary) for tile in tiles]
+    jobs = [(asked.way, asked.dtype, N, start, one) for (_, N, start), each in candidates.items() for one in each]
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
-        pool.map(compile_one, jobs, chunksize=1)
+        pool.map(compile_one, list(dict.fromkeys(jobs)), chunksize=1)
     rows = []
-    for (M, N), candidates in launches.items():
+    for (M, N, start), each in candidates.items():
         gamma = torch.rand(N, device="cuda").to(dtype)
-        sets = [buffers_of(M, N, dtype) for _ in range(SETS)]
-        stream: Call = lambda b: b[3].copy_(b[0]) if asked.way == "forward" else torch.add(b[0], b[1], out=b[3])  # noqa: E731
-        calls = {"stream": stream}
-        for launch in candidates:
-            plan = plan_of(asked.way, sets[0][0], gamma, launch)
-            call, name = call_of(asked.way, plan, gamma), ("table: " if launch == candidates[0] else "") + shown(launch)
+        sets = [buffers_of(M, N, start, dtype) for _ in range(SETS)]
+        calls: dict[str, Call] = {"stream": lambda buffers: stream(asked.way, buffers)}
+        for candidate in each:
+            plan = plan_of(asked.way, sets[0][0], gamma, candidate)
+            name = ("table: " if candidate == each[0] else "") + shown(candidate)
+            call = call_of(asked.way, plan, gamma)
             try:
                 result = call(sets[0])
-                problem = wrong(asked.way, result, sets[0], gamma) or ("" if plan.config == launch else "refused")
+                refused = "" if plan.config == candidate[0] else "refused"
+                problem = wrong(asked.way, result, sets[0], gamma) or refused
             except Exception as raised:
                 problem = type(raised).__name__
             if problem:
@@ -171,15 +198,17 @@ def main() -> None:
             else:
                 calls[name] = call
         found = medians(calls, sets, asked.rounds)
-        print(f"{asked.way} {M} × {N} {asked.dtype}, stream {found['stream']:.2f} µs")
-        for name, time in sorted(found.items(), key=lambda item: item[1])[1:]:
-            print(f"  {100 * found['stream'] / time:6.2f} %  {time:8.2f} µs  {name}")
-            rows.append((asked.way, M, N, asked.dtype, found["stream"], time, name))
+        shape = f"{M} × {N}" + (f" + {start}" if start else "")
+        print(f"{asked.way} {shape} {asked.dtype}, stream {found['stream']:.2f} µs")
+        plain = found.pop("stream")
+        for name, time in sorted(found.items(), key=lambda item: item[1]):
+            print(f"  {100 * plain / time:6.2f} %  {time:8.2f} µs  {name}")
+            rows.append((asked.way, M, N, start, asked.dtype, plain, time, name))
         del calls, sets
         torch.cuda.empty_cache()
     if asked.csv:
         with open(asked.csv, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("pass", "M", "N", "dtype", "stream_us", "us", "launch"), *rows])
+            csv.writer(file).writerows([("pass", "M", "N", "start", "dtype", "stream_us", "us", "launch"), *rows])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sweep_launches import shown, variants, wrong
+from sweep_launches import numbers, shown, variants, wrong
 
 from rmsnorm_cli.kernels import reference
 from rmsnorm_cli.kernels.geometry import Backward, Forward
@@ -21,7 +21,13 @@ def test_variants_are_the_table_and_every_combination_once():
     assert found[0] == launch
     assert [(each.warps, each.registers) for each in found] == [(16, None), (8, None), (8, 96), (16, 96)]
     assert variants(launch, []) == [launch]
-    assert shown(found[-1]) == "path=walk A=4096 B=2048 warps=16 stages=4 registers=96"
+    assert shown((found[-1], None)) == "path=walk A=4096 B=2048 warps=16 stages=4 registers=96"
+    assert shown((launch, (256, 32, 8))) == "path=walk A=4096 B=2048 warps=16 stages=4 sum=256x32x8"
+
+
+def test_shapes_and_tiles_are_read():
+    assert numbers("16384x4096+1") == (16384, 4096, 1)
+    assert numbers("256x32x8") == (256, 32, 8)
 
 
 def test_a_field_that_a_launch_has_not_is_refused():
@@ -45,12 +51,13 @@ def test_a_wrong_result_is_told(way):
 
 @pytest.mark.gpu
 def test_a_sweep_runs(tmp_path):
-    """A few launches of a small shape are compiled, found right and timed."""
-    command = [sys.executable, str(SCRIPT), "backward", "bfloat16", "2048x4096", "--vary", "registers=None,96"]
+    """A few launches of a small shape, beginning off 16 bytes too, are compiled, found right and timed."""
+    command = [sys.executable, str(SCRIPT), "backward", "bfloat16", "2048x4096", "2048x4096+1"]
+    command += ["--vary", "registers=None,96", "--sums", "64x32x4"]
     done = subprocess.run(
         [*command, "--rounds", "3", "--processes", "2", "--csv", str(tmp_path / "launches.csv")],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "table: path=walk" in done.stdout
-    assert len((tmp_path / "launches.csv").read_text(encoding="utf-8").splitlines()) == 4
+    assert len((tmp_path / "launches.csv").read_text(encoding="utf-8").splitlines()) == 1 + 4 + 6
