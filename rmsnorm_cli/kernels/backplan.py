@@ -22,7 +22,6 @@ from rmsnorm_cli.kernels.frontplan import (
     refused,
     ring_constants,
     ringbackward,
-    starts_early,
     takes_ring,
     takes_unaligned,
     unaligned_constants,
@@ -72,7 +71,9 @@ class BackwardPlan:
         }
         self.plain = all(rows.unit and not rows.two and rows.inner == self.N for rows in (x_rows, dy_rows))
         self.sms = multiprocessors(x.get_device())
-        self.early = starts_early(x)
+        self.early = (
+            not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        )
         self.itemsize = x.element_size()
         ringed = backward_table(self.N, self.itemsize, ring=True)
         odd = backward_unaligned(self.N, self.itemsize)
@@ -117,12 +118,18 @@ class BackwardPlan:
     def _tiles(self, config: Backward) -> dict[str, Any]:
         return {"A": config.A, "B": config.B, "FULL": config.A + config.B == self.N, "ALIGN": self.align}
 
+    def _folds(self, config: Backward) -> bool:
+        """Say whether a launch folds: only where a thread holds four neighbours at least, which then stay with it."""
+        vectors = self.align * self.itemsize == VECTOR_BYTES
+        held = min(config.A, config.B or config.A) >= 4 * 32 * config.warps
+        return config.fold and config.rows == 1 and held and vectors and self.flags["UNIT"] and self.flags["DY_UNIT"]
+
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
         row_programs = triton.cdiv(self.M, config.rows) if self.need_dx else 0
         rows, columns = tables.SMALL_TILE[0], geometry(tables.SMALL_TILE[1])
-        constants = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns, **self.flags}
-        constants |= {"DEPENDENT": self.early}
+        tiles = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns}
+        constants = {**tiles, "FOLD": self._folds(config), **self.flags}
         self.main = Program(backward.small_kernel, constants, config.warps)
         self.grid = (row_programs + triton.cdiv(self.N, columns), 1)
         self.scalars: tuple[int, ...] = (self.M, self.N, *self.layout, row_programs)
@@ -130,11 +137,12 @@ class BackwardPlan:
     def _walk(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
         needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
-        constants = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages, **self.flags, **needs}
+        tiles = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages}
+        constants = {**tiles, "FOLD": self._folds(config), **self.flags, **needs}
         self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
-        self._sum(programs)
+        self._sum(programs, self.early)
 
     def _reload(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, self.M)
@@ -148,7 +156,7 @@ class BackwardPlan:
         self.main = Program(reread.reload_kernel, constants, config.warps)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
-        self._sum(programs)
+        self._sum(programs, False)
 
     def _ring(self, config: Backward) -> None:
         K, width, _ = divided(config, self.N, self.itemsize)
@@ -170,7 +178,7 @@ class BackwardPlan:
         self.grid = (groups * K, 1)
         self.words = groups * K * 8 if K > 1 else 0
         self.scalars = (self.M, self.N, K, width, *self.layout)
-        self._sum(groups)
+        self._sum(groups, self.early)
 
     def _unaligned(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, self.M)
@@ -183,7 +191,7 @@ class BackwardPlan:
         self.main = Program(kernel, constants, config.warps, registers=config.registers, per_sm=config.per_sm)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout, pitch)
-        self._sum(programs, pitch)
+        self._sum(programs, self.early, pitch)
 
     def _small_unaligned(self, config: Backward) -> None:
         self.path = "backward/small"
@@ -192,7 +200,7 @@ class BackwardPlan:
         walking = unaligned_constants(config, self.N, self.itemsize)
         constants = {name: walking[name] for name in ("UNITS", "WHOLE", "WARPS")}
         constants |= {"TILE_ROWS": rows, "TILE_COLS": columns}
-        constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")} | {"DEPENDENT": self.early}
+        constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")}
         self.main = Program(unalignedbackward.unaligned_small_kernel, constants, config.warps)
         self.grid = (row_programs + triton.cdiv(self.N, columns), 1)
         self.scalars = (self.M, self.N, *self.layout, row_programs)
@@ -219,7 +227,7 @@ class BackwardPlan:
         self.grid = (groups * K, 1)
         self.words = groups * K * 8
         self.scalars = (self.M, self.N, K, width, *self.layout)
-        self._sum(groups)
+        self._sum(groups, False)
 
     def _chunk(self, config: Backward) -> None:
         rows, columns = tables.CHUNK_TILE[0], geometry(tables.CHUNK_TILE[1])
@@ -236,9 +244,9 @@ class BackwardPlan:
         self.first = Program(chunks.columns_kernel, {**tile, **needs, "FIRST": True}, 8)
         self.later = Program(chunks.columns_kernel, {**tile, **needs, "FIRST": False}, 8)
         self.parts = min(tables.CHUNK_PARTS, triton.cdiv(min(self.M, tables.CHUNK_ROWS), rows))
-        self._sum(self.parts)
+        self._sum(self.parts, False)
 
-    def _sum(self, parts: int, pitch: int | None = None) -> None:
+    def _sum(self, parts: int, early: bool, pitch: int | None = None) -> None:
         self.partials, self.pitch = parts, pitch or self.N
         if not self.need_dgamma:
             return
@@ -249,9 +257,9 @@ class BackwardPlan:
             "COLUMNS": columns,
             "ALIGN": self.align if pitch is None else PADDING,
             "PADDED": pitch is not None,
-            "DEPENDENT": self.early,
+            "DEPENDENT": early,
         }
-        self.sum_after = Program(backward.column_sum_kernel, constants, warps)
+        self.sum_after = Program(backward.column_sum_kernel, constants, warps, dependent=early)
         self.sum_grid = (triton.cdiv(self.N, columns), 1)
 
     # --- run ------------------------------------------------------------------------------------------------------

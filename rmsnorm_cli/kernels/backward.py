@@ -21,13 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rmsnorm_cli.kernels.tiles import (
     column_limit,
     column_sum,
+    dot_rows,
     input_gradient,
     load_gamma,
     load_rows,
     load_tile,
     row_numbers,
     row_pointers,
-    row_sum,
     spread,
     store_tile,
     weighted,
@@ -47,22 +47,19 @@ def walk_kernel(
     dy_per: tl.int64, dy_outer: tl.int64, dy_inner: tl.int64, dy_col: tl.int64,
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
-    DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
+    FOLD: tl.constexpr, DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
     GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr, DX: tl.constexpr, DGAMMA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Walk every P-th tile of ROWS rows: write its dx, add to this program's row of `partial`."""
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
+    if DEPENDENT:
+        gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
-    tiles = (M + ROWS - 1) // ROWS
-    steps = ((tiles - pid + programs - 1) // programs).to(tl.int32)
     n = column_limit(N, ALIGN)
     a = tl.arange(0, A)
     b = A + tl.arange(0, B if B > 0 else 1)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     ga = 1.0
     gb = 1.0
     if GAMMA:
@@ -73,7 +70,8 @@ def walk_kernel(
         sum_a = zeros_tile(ROWS, A, DTYPE)
         if B > 0:
             sum_b = zeros_tile(ROWS, B, DTYPE)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    tiles = (M + ROWS - 1) // ROWS
+    for step in tl.range(0, ((tiles - pid + programs - 1) // programs).to(tl.int32), num_stages=STAGES):
         rows = row_numbers(pid + step * programs, ROWS)
         live = rows < M
         x_rows = row_pointers(x_ptr, rows, x_per, x_outer, x_inner, TWO, ALIGN)
@@ -86,10 +84,12 @@ def walk_kernel(
             raw_db = load_tile(dy_rows, b, dy_col, live, n, ROWS, FULL, DY_UNIT)
         rstd = load_rows(rstd_ptr, rows, live, ROWS)
         if DX:
-            dot = row_sum(weighted(raw_da.to(DTYPE), ga, ROWS, GAMMA) * (raw_xa.to(DTYPE) * spread(rstd, ROWS)), ROWS)
+            dot = dot_rows(
+                weighted(raw_da.to(DTYPE), ga, ROWS, GAMMA), raw_xa.to(DTYPE) * spread(rstd, ROWS), ROWS, FOLD
+            )
             if B > 0:
-                dot += row_sum(
-                    weighted(raw_db.to(DTYPE), gb, ROWS, GAMMA) * (raw_xb.to(DTYPE) * spread(rstd, ROWS)), ROWS
+                dot += dot_rows(
+                    weighted(raw_db.to(DTYPE), gb, ROWS, GAMMA), raw_xb.to(DTYPE) * spread(rstd, ROWS), ROWS, FOLD
                 )
             mean = dot / N
         xa = raw_xa.to(DTYPE) * spread(rstd, ROWS)
@@ -129,7 +129,6 @@ def column_sum_kernel(
     n = column_limit(pitch, ALIGN)
     total = tl.zeros((BLOCK_P, COLUMNS), partial_ptr.dtype.element_ty)
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
     for first in range(0, P, BLOCK_P):
         starts = row_pointers(partial_ptr, (first + parts).to(tl.int64), 1, 0, pitch, False, ALIGN)
@@ -145,18 +144,15 @@ def small_kernel(
     dy_per: tl.int64, dy_outer: tl.int64, dy_inner: tl.int64, dy_col: tl.int64,
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64, row_programs: tl.int32,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, FOLD: tl.constexpr,
     DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
-    GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Give the first `row_programs` programs a tile of rows (dx), the others TILE_COLS columns of all rows (dgamma)."""
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
     pid = tl.program_id(0)
     n = column_limit(N, ALIGN)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     if pid < row_programs:
         a = tl.arange(0, A)
         b = A + tl.arange(0, B if B > 0 else 1)
@@ -177,9 +173,9 @@ def small_kernel(
             db = load_tile(dy_rows, b, dy_col, live, n, ROWS, FULL, DY_UNIT).to(DTYPE)
             if GAMMA:
                 gb = load_gamma(gamma_ptr, b, gamma_col, n, FULL, GAMMA_UNIT)
-        dot = row_sum(weighted(da, ga, ROWS, GAMMA) * xa, ROWS)
+        dot = dot_rows(weighted(da, ga, ROWS, GAMMA), xa, ROWS, FOLD)
         if B > 0:
-            dot += row_sum(weighted(db, gb, ROWS, GAMMA) * xb, ROWS)
+            dot += dot_rows(weighted(db, gb, ROWS, GAMMA), xb, ROWS, FOLD)
         mean = dot / N
         dxa = input_gradient(weighted(da, ga, ROWS, GAMMA), xa, mean, rstd, ROWS)
         store_tile(dx_rows, a, dxa, live, n, ROWS, FULL_A)

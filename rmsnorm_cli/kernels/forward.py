@@ -13,7 +13,6 @@ width in chunks.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rmsnorm_cli.kernels.tiles import (
     column_limit,
@@ -38,7 +37,7 @@ def rows_kernel(
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr,
     TWO: tl.constexpr, UNIT: tl.constexpr, GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
-    RELOAD: tl.constexpr, RSTD: tl.constexpr, DEPENDENT: tl.constexpr,
+    RELOAD: tl.constexpr, RSTD: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows; with RSTD, keep theirs for a backward."""
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -54,9 +53,6 @@ def rows_kernel(
     b = A + tl.arange(0, B if B > 0 else 1)
     x_rows = row_pointers(x_ptr, rows, x_per, x_outer, x_inner, TWO, ALIGN)
     y_rows = row_pointers(y_ptr, rows, 1, 0, N, False, ALIGN)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
 
     raw_a = load_tile(x_rows, a, x_col, live, n, ROWS, FULL_A, UNIT, False, KEEP)
     xa = raw_a.to(DTYPE)

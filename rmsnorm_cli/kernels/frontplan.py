@@ -56,13 +56,6 @@ def can_share(parts: int, per_sm: int, x: Tensor) -> bool:
     return parts <= multiprocessors(x.get_device()) * per_sm
 
 
-def starts_early(x: Tensor) -> bool:
-    """Say whether a kernel can wait on the card for the one before it, so that its launch costs no time of its own."""
-    if INTERPRETED or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
 def shared_memory(device: int) -> int:
     """Return how many bytes of shared memory one program may have on a CUDA device."""
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
@@ -208,7 +201,6 @@ class ForwardPlan:
                 **flags,
                 "RELOAD": config.path == "reload",
                 "RSTD": self.keeps_rstd,
-                "DEPENDENT": starts_early(x),
             }
             self.program = Program(forward.rows_kernel, constants, config.warps)
             self.grid = (triton.cdiv(self.M, config.rows), 1)
@@ -230,7 +222,7 @@ class ForwardPlan:
         flags = {name: value for name, value in self.flags.items() if name != "UNIT"}
         self.program = Program(
             ringforward.ring_forward_kernel,
-            {**constants, **flags, "DEPENDENT": starts_early(x)},
+            {**constants, **flags},
             config.warps,
             cooperative=K > 1,
             registers=config.registers,
@@ -241,7 +233,7 @@ class ForwardPlan:
 
     def _unaligned(self, config: Forward, x: Tensor) -> None:
         flags = {name: self.flags[name] for name in ("TWO", "GAMMA")}
-        constants = {**unaligned_constants(config, self.N, x.element_size()), **flags, "DEPENDENT": starts_early(x)}
+        constants = {**unaligned_constants(config, self.N, x.element_size()), **flags}
         kernel = unalignedforward.unaligned_forward_kernel
         self.program = Program(kernel, constants, config.warps, per_sm=config.per_sm)
         self.grid = (min(multiprocessors(x.get_device()) * config.per_sm, self.M), 1)

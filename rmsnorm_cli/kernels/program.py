@@ -35,10 +35,10 @@ MOST_WAVES = 16
 class Program:
     """One kernel to launch on one device.
 
-    `constants` are its constexprs, in the order of its signature, which they end. With `DEPENDENT` among them it is
-    brought onto the card while the kernel before it in the stream still runs, and waits there for that one's end before
-    it touches memory. `cooperative`: all programs are resident at once, or the launch raises. `registers`: the most a
-    thread may use, on NVIDIA's cards. `per_sm`: so many programs must have room on one SM.
+    `constants` are its constexprs, in the order of its signature, which they end. `cooperative`: all programs are
+    resident at once, or the launch raises. `dependent`: it may be scheduled while the kernel before it in the stream
+    still runs; the kernel itself waits where it must. `registers`: the most a thread may use, on NVIDIA's cards.
+    `per_sm`: so many programs must have room on one SM.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Program:
         warps: int,
         *,
         cooperative: bool = False,
+        dependent: bool = False,
         registers: int | None = None,
         per_sm: int = 1,
     ) -> None:
@@ -59,7 +60,7 @@ class Program:
         self.options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         if cooperative:
             self.options["launch_cooperative_grid"] = True
-        if constants.get("DEPENDENT"):
+        if dependent:
             self.options["launch_pdl"] = True
         if registers is not None and torch.version.hip is None:
             self.options["maxnreg"] = registers

@@ -7,7 +7,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from rmsnorm_cli.kernels.ring import (
     WORDS,
@@ -49,6 +49,8 @@ def ring_backward_kernel(
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     CHUNK: gl.constexpr = 32 * WARPS * VECTOR
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [WARPS], [0])
+    if DEPENDENT:
+        gdc_launch_dependents()
     group = gl.program_id(0) // K
     part = gl.program_id(0) % K
     groups = gl.num_programs(0) // K
@@ -60,9 +62,6 @@ def ring_backward_kernel(
     dy = (dy_ptr, dy_per, dy_outer, dy_inner)
     ring_x = rings(x_ptr, CHUNK, PIECES, DEPTH, EXTRA)
     ring_dy = rings(dy_ptr, CHUNK, PIECES, DEPTH, EXTRA)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     for slot in gl.static_range(DEPTH + 1):
         row = (group + slot * groups).to(gl.int64)
         if EXTRA > 0:

@@ -5,7 +5,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rmsnorm_cli.kernels.ring import (
     WORDS,
@@ -37,7 +36,7 @@ def ring_forward_kernel(
     x_per: gl.int64, x_outer: gl.int64, x_inner: gl.int64, x_col: gl.int64, gamma_col: gl.int64,
     PIECES: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, WARPS: gl.constexpr,
     SHARED: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr, ALIGN: gl.constexpr,
-    TWO: gl.constexpr, GAMMA: gl.constexpr, GAMMA_UNIT: gl.constexpr, DEPENDENT: gl.constexpr,
+    TWO: gl.constexpr, GAMMA: gl.constexpr, GAMMA_UNIT: gl.constexpr,
 ):  # fmt: skip
     """Normalise every row of this program's group, as far as its columns go."""
     gl.static_assert(LAG <= 3, "a word would be overwritten before all have read it")
@@ -54,9 +53,6 @@ def ring_forward_kernel(
     steps = ((M - group + groups - 1) // groups).to(gl.int32)
     x = (x_ptr, x_per, x_outer, x_inner)
     ring = rings(x_ptr, CHUNK, PIECES, DEPTH, EXTRA)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     for slot in gl.static_range(DEPTH + 1):
         row = (group + slot * groups).to(gl.int64)
         if EXTRA > 0:

@@ -40,10 +40,9 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     return Forward("ring", 4096 // itemsize, warps=2, stages=20, per_sm=10, registers=96, lag=3)
 
 
-def chosen(limits: Sequence[tuple[int, int, int, int]], N: int) -> dict[str, int]:
+def chosen(limits: Sequence[tuple[int, int, int, int]], N: int) -> tuple[int, int, int]:
     """Return warps, stages and programs on an SM of the first of these launches whose columns are enough."""
-    _, warps, stages, per_sm = next(launch for launch in limits if launch[0] >= N)
-    return {"warps": warps, "stages": stages, "per_sm": per_sm}
+    return next((warps, stages, per_sm) for most, warps, stages, per_sm in limits if most >= N)
 
 
 def forward_unaligned(N: int, itemsize: int) -> Forward | None:
@@ -56,7 +55,8 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
         return None
     limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1)]
     limits += [(16384, 16, 2, 1)]
-    return Forward("unaligned", *window(N, itemsize), **chosen(limits, N))
+    warps, stages, per_sm = chosen(limits, N)
+    return Forward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm)
 
 
 def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
@@ -154,7 +154,8 @@ def backward_unaligned(N: int, itemsize: int) -> Backward | None:
     else:
         limits = [(192, 1, 3, 16), (448, 1, 2, 12), (640, 2, 3, 6), (896, 2, 3, 4), (1280, 4, 3, 3), (2560, 4, 2, 3)]
         limits += [(3584, 4, 2, 2), (5120, 8, 3, 1), (16384, 8, 2, 1)]
-    return Backward("unaligned", *window(N, itemsize), **chosen(limits, N))
+    warps, stages, per_sm = chosen(limits, N)
+    return Backward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm)
 
 
 def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:

@@ -7,7 +7,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from rmsnorm_cli.kernels.ring import total
 from rmsnorm_cli.kernels.tiles import row_offset
@@ -67,6 +67,8 @@ def unaligned_backward_kernel(
     LAYOUT: gl.constexpr = numbers_layout(x_ptr.dtype.element_ty.primitive_bitwidth // 8, WARPS)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     UNIT: gl.constexpr = 32 * WARPS
+    if DEPENDENT:
+        gdc_launch_dependents()
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = ((M - pid + programs - 1) // programs).to(gl.int32)
@@ -76,9 +78,6 @@ def unaligned_backward_kernel(
     dy_memory = room_for(dy_ptr, DEPTH * SLOT)
     rstds = room_for(rstd_ptr, DEPTH)
     one = gl.arange(0, 1, ONE)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     for slot in gl.static_range(DEPTH):
         row = (pid + slot * programs).to(gl.int64)
         live = slot < steps
@@ -143,16 +142,13 @@ def unaligned_small_kernel(
     dy_per: gl.int64, dy_outer: gl.int64, dy_inner: gl.int64, dy_col: gl.int64,
     x_per: gl.int64, x_outer: gl.int64, x_inner: gl.int64, x_col: gl.int64, gamma_col: gl.int64, row_programs: gl.int32,
     UNITS: gl.constexpr, WHOLE: gl.constexpr, WARPS: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_COLS: gl.constexpr,
-    DY_TWO: gl.constexpr, TWO: gl.constexpr, GAMMA: gl.constexpr, DEPENDENT: gl.constexpr,
+    DY_TWO: gl.constexpr, TWO: gl.constexpr, GAMMA: gl.constexpr,
 ):  # fmt: skip
     """Few rows in one launch: `row_programs` programs give dx of a row each, the others dgamma of TILE_COLS columns.
 
     dx as `unaligned_backward_kernel` gives it, in the same order: a row keeps its bits whatever M.
     """
     pid = gl.program_id(0)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     if pid < row_programs:
         LAYOUT: gl.constexpr = numbers_layout(x_ptr.dtype.element_ty.primitive_bitwidth // 8, WARPS)
         columns = gl.arange(0, 32 * WARPS, LAYOUT)

@@ -6,7 +6,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rmsnorm_cli.kernels.ring import total
 from rmsnorm_cli.kernels.tiles import row_offset
@@ -35,7 +34,6 @@ def unaligned_forward_kernel(
     x_per: gl.int64, x_outer: gl.int64, x_inner: gl.int64, x_col: gl.int64, gamma_col: gl.int64,
     UNITS: gl.constexpr, WHOLE: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
     A: gl.constexpr, B: gl.constexpr, SLOT: gl.constexpr, TWO: gl.constexpr, GAMMA: gl.constexpr,
-    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Walk every P-th row: write its y and its rstd."""
     LAYOUT: gl.constexpr = numbers_layout(x_ptr.dtype.element_ty.primitive_bitwidth // 8, WARPS)
@@ -44,9 +42,6 @@ def unaligned_forward_kernel(
     steps = ((M - pid + programs - 1) // programs).to(gl.int32)
     final = gl.where((M - 1) % programs == pid, steps - 1, -1)  # the step of the tensor's last row, if it is here
     memory = room_for(x_ptr, DEPTH * SLOT)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     for slot in gl.static_range(DEPTH):
         row = (pid + slot * programs).to(gl.int64)
         offset = row_offset(row, x_per, x_outer, x_inner, TWO, 1)

@@ -208,7 +208,7 @@ def bound(function: Any, machine: Gluon, done: dict[int, Any]) -> Callable[..., 
             value = names.get(name)
             if name in ("gl", "tl", "async_copy"):
                 names[name] = machine
-            elif name in ("gdc_launch_dependents", "gdc_wait"):
+            elif name == "gdc_launch_dependents":
                 names[name] = lambda: None
             elif name == "range":  # at run time: its numbers are int32, and are converted as such
                 names[name] = lambda *ends: (Tile(np.int32(i)) for i in range(*map(int, ends)))
