@@ -108,8 +108,8 @@ FAULTS = (
         "two are the same.",
         changes=(
             Change(
-                "dot = dot_rows(weighted(da, ga, ROWS, GAMMA), xa, ROWS, FOLD)",
-                "dot = dot_rows(weighted(da, ga, ROWS, False), xa, ROWS, FOLD)",
+                "dot = row_sum(weighted(da, ga, ROWS, GAMMA) * xa, ROWS)",
+                "dot = row_sum(weighted(da, ga, ROWS, False) * xa, ROWS)",
             ),
         ),
         exposing=rows("aligned"),

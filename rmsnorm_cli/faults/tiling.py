@@ -55,8 +55,8 @@ FAULTS = (
         "Widths of one tile hide it.",
         changes=(
             Change(
-                "            dot += dot_rows(weighted(db, gb, ROWS, GAMMA), xb, ROWS, FOLD)\n        mean = dot / N",
-                "            late = dot_rows(weighted(db, gb, ROWS, GAMMA), xb, ROWS, FOLD)\n        mean = dot / N",
+                "            dot += row_sum(weighted(db, gb, ROWS, GAMMA) * xb, ROWS)\n        mean = dot / N",
+                "            late = row_sum(weighted(db, gb, ROWS, GAMMA) * xb, ROWS)\n        mean = dot / N",
             ),
         ),
         exposing=rows("aligned"),

@@ -118,18 +118,11 @@ class BackwardPlan:
     def _tiles(self, config: Backward) -> dict[str, Any]:
         return {"A": config.A, "B": config.B, "FULL": config.A + config.B == self.N, "ALIGN": self.align}
 
-    def _folds(self, config: Backward) -> bool:
-        """Say whether a launch folds: only where a thread holds four neighbours at least, which then stay with it."""
-        vectors = self.align * self.itemsize == VECTOR_BYTES
-        held = min(config.A, config.B or config.A) >= 4 * 32 * config.warps
-        return config.fold and config.rows == 1 and held and vectors and self.flags["UNIT"] and self.flags["DY_UNIT"]
-
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
         row_programs = triton.cdiv(self.M, config.rows) if self.need_dx else 0
         rows, columns = tables.SMALL_TILE[0], geometry(tables.SMALL_TILE[1])
-        tiles = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns}
-        constants = {**tiles, "FOLD": self._folds(config), **self.flags}
+        constants = {"ROWS": config.rows, **self._tiles(config), "TILE_ROWS": rows, "TILE_COLS": columns, **self.flags}
         self.main = Program(backward.small_kernel, constants, config.warps)
         self.grid = (row_programs + triton.cdiv(self.N, columns), 1)
         self.scalars: tuple[int, ...] = (self.M, self.N, *self.layout, row_programs)
@@ -137,8 +130,7 @@ class BackwardPlan:
     def _walk(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
         needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
-        tiles = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages}
-        constants = {**tiles, "FOLD": self._folds(config), **self.flags, **needs}
+        constants = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages, **self.flags, **needs}
         self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)

@@ -21,13 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rmsnorm_cli.kernels.tiles import (
     column_limit,
     column_sum,
-    dot_rows,
     input_gradient,
     load_gamma,
     load_rows,
     load_tile,
     row_numbers,
     row_pointers,
+    row_sum,
     spread,
     store_tile,
     weighted,
@@ -47,7 +47,7 @@ def walk_kernel(
     dy_per: tl.int64, dy_outer: tl.int64, dy_inner: tl.int64, dy_col: tl.int64,
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
-    FOLD: tl.constexpr, DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
+    DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
     GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr, DX: tl.constexpr, DGAMMA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Walk every P-th tile of ROWS rows: write its dx, add to this program's row of `partial`."""
@@ -84,12 +84,10 @@ def walk_kernel(
             raw_db = load_tile(dy_rows, b, dy_col, live, n, ROWS, FULL, DY_UNIT)
         rstd = load_rows(rstd_ptr, rows, live, ROWS)
         if DX:
-            dot = dot_rows(
-                weighted(raw_da.to(DTYPE), ga, ROWS, GAMMA), raw_xa.to(DTYPE) * spread(rstd, ROWS), ROWS, FOLD
-            )
+            dot = row_sum(weighted(raw_da.to(DTYPE), ga, ROWS, GAMMA) * (raw_xa.to(DTYPE) * spread(rstd, ROWS)), ROWS)
             if B > 0:
-                dot += dot_rows(
-                    weighted(raw_db.to(DTYPE), gb, ROWS, GAMMA), raw_xb.to(DTYPE) * spread(rstd, ROWS), ROWS, FOLD
+                dot += row_sum(
+                    weighted(raw_db.to(DTYPE), gb, ROWS, GAMMA) * (raw_xb.to(DTYPE) * spread(rstd, ROWS)), ROWS
                 )
             mean = dot / N
         xa = raw_xa.to(DTYPE) * spread(rstd, ROWS)
@@ -144,7 +142,7 @@ def small_kernel(
     dy_per: tl.int64, dy_outer: tl.int64, dy_inner: tl.int64, dy_col: tl.int64,
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64, row_programs: tl.int32,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, FOLD: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
     DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
     GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -173,9 +171,9 @@ def small_kernel(
             db = load_tile(dy_rows, b, dy_col, live, n, ROWS, FULL, DY_UNIT).to(DTYPE)
             if GAMMA:
                 gb = load_gamma(gamma_ptr, b, gamma_col, n, FULL, GAMMA_UNIT)
-        dot = dot_rows(weighted(da, ga, ROWS, GAMMA), xa, ROWS, FOLD)
+        dot = row_sum(weighted(da, ga, ROWS, GAMMA) * xa, ROWS)
         if B > 0:
-            dot += dot_rows(weighted(db, gb, ROWS, GAMMA), xb, ROWS, FOLD)
+            dot += row_sum(weighted(db, gb, ROWS, GAMMA) * xb, ROWS)
         mean = dot / N
         dxa = input_gradient(weighted(da, ga, ROWS, GAMMA), xa, mean, rstd, ROWS)
         store_tile(dx_rows, a, dxa, live, n, ROWS, FULL_A)

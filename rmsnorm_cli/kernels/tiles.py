@@ -55,27 +55,6 @@ def row_sum(tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def pairs(tile):
-    """Return every other number of one row's tile, and the others: neighbours of one thread where it holds vectors."""
-    return tl.split(tl.reshape(tile, (tile.shape[0] // 2, 2)))
-
-
-@triton.jit
-def dot_rows(a, b, ROWS: tl.constexpr, FOLD: tl.constexpr):
-    """Return the sum of a · b over each row; FOLD: four neighbours are joined by fma before anything is added."""
-    if FOLD:
-        a_even, a_odd = pairs(a)
-        b_even, b_odd = pairs(b)
-        a0, a2 = pairs(a_even)
-        a1, a3 = pairs(a_odd)
-        b0, b2 = pairs(b_even)
-        b1, b3 = pairs(b_odd)
-        return tl.sum(tl.fma(a3, b3, tl.fma(a2, b2, tl.fma(a1, b1, a0 * b0))), axis=0)
-    else:
-        return row_sum(a * b, ROWS)
-
-
-@triton.jit
 def column_sum(tile, ROWS: tl.constexpr):
     """Return the sum of each column of a tile, (BLOCK,)."""
     if ROWS == 1:

@@ -35,7 +35,6 @@ from rmsnorm_cli.kernels.rowlayout import walking_order
 from rmsnorm_cli.kernels.tables import SMALL_ROWS
 
 CALLS, SETS, EPS = 6, 3, 1e-6
-TYPES = {"path": str, "fold": lambda text: text == "True"}  # of fields that are no integers
 Launch = Forward | Backward
 Candidate = tuple[Launch, tuple[int, int, int] | None]
 """A launch, and the tile of the column sum where it is not the table's."""
@@ -59,7 +58,7 @@ def arguments() -> argparse.Namespace:
 def variants(launch: Launch, vary: list[str]) -> list[Launch]:
     """Return the launch and all combinations of the values that its fields are to take."""
     named = dict(one.split("=", 1) for one in vary)
-    kinds = {field.name: TYPES.get(field.name, int) for field in dataclasses.fields(launch)}
+    kinds = {field.name: str if field.name == "path" else int for field in dataclasses.fields(launch)}
     values = [[None if text == "None" else kinds[name](text) for text in named[name].split(",")] for name in named]
     products = [
         dataclasses.replace(launch, **dict(zip(named, each, strict=True))) for each in itertools.product(*values)
@@ -184,10 +183,10 @@ def main() -> None:
         sets = [buffers_of(M, N, start, dtype) for _ in range(SETS)]
         calls: dict[str, Call] = {"stream": lambda buffers: stream(asked.way, buffers)}
         for candidate in each:
-            plan = plan_of(asked.way, sets[0][0], gamma, candidate)
             name = ("table: " if candidate == each[0] else "") + shown(candidate)
-            call = call_of(asked.way, plan, gamma)
             try:
+                plan = plan_of(asked.way, sets[0][0], gamma, candidate)
+                call = call_of(asked.way, plan, gamma)
                 result = call(sets[0])
                 refused = "" if plan.config == candidate[0] else "refused"
                 problem = wrong(asked.way, result, sets[0], gamma) or refused

@@ -164,44 +164,6 @@ def test_every_backward_path(config, N, few, device, monkeypatch):
     judge(x, gamma, dy, y, dx, dgamma)
 
 
-@pytest.mark.parametrize(
-    "config", [Backward("walk", 512, warps=1, fold=True), Backward("walk", 256, 128, warps=1, fold=True)]
-)
-def test_a_dot_that_joins_neighbours_first(config, device, monkeypatch):
-    """Right, and a row has the same bits among few rows and among many."""
-    x, gamma, dy = draw(21, config.A + (config.B or 0), torch.float32, device)
-    y, rstd = fused.forward(x, gamma, 1e-6)
-    results = []
-    for few in (16, 256):
-        monkeypatch.setattr(tables, "SMALL_ROWS", few)
-        plan = BackwardPlan(dy, x, gamma, (0,), True, True)
-        plan._choose(config)
-        assert plan.main.constants["FOLD"]
-        dx, dgamma, path = plan.run(dy, x, gamma, rstd)
-        judge(x, gamma, dy, y, dx, dgamma)
-        results.append((path, dx))
-    (few_path, few_dx), (many_path, many_dx) = results[::-1]
-    assert (few_path, many_path) == ("backward/small", "backward/walk")
-    assert torch.equal(few_dx, many_dx)
-
-
-def test_neighbours_are_joined_only_where_one_thread_holds_them(device):
-    """Not where rows are no whole vectors, columns lie apart, a tile holds several rows, or a thread few numbers."""
-    whole = torch.zeros(300, 1024, device=device)
-    folding = Backward("walk", 512, warps=1, fold=True)
-    for x, config, wanted in (
-        (whole[:, :512], folding, True),
-        (whole[:, :511], folding, False),
-        (whole[:, ::2], folding, False),
-        (whole[:, :512], Backward("walk", 512, rows=2, warps=1, fold=True), False),
-        (whole[:, :512], Backward("walk", 512, warps=8, fold=True), False),
-        (whole[:, :512], Backward("walk", 512, warps=1), False),
-    ):
-        plan = BackwardPlan(x, x, None, (0,), True, False)
-        plan._choose(config)
-        assert plan.main.constants["FOLD"] is wanted
-
-
 def test_rows_that_start_off_a_vector_are_not_read_twice(device):
     """Reading a row a second time is only cheap by whole vectors; the result is the same up to rounding."""
     x, gamma, dy = draw(5, 4096, torch.float32, device)
