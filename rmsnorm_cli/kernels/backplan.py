@@ -130,6 +130,7 @@ class BackwardPlan:
     def _walk(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
         needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
+        needs["GONE"] = config.gone
         constants = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages, **self.flags, **needs}
         self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
         self.grid = (programs, 1)

@@ -43,9 +43,10 @@ def rows_kernel(
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
     # What is read twice stays in the cache until then; what is written leaves it, and so does a wide row once read.
-    KEEP: tl.constexpr = 2 if RELOAD else 0
-    GO: tl.constexpr = 1 if RELOAD else 0
-    GONE: tl.constexpr = 1 if (A + B) * x_ptr.dtype.element_ty.primitive_bitwidth > 524288 else 0
+    KEEP: tl.constexpr = "evict_last" if RELOAD else ""
+    GO: tl.constexpr = "evict_first" if RELOAD else ""
+    WIDE: tl.constexpr = (A + B) * x_ptr.dtype.element_ty.primitive_bitwidth > 524288
+    GONE: tl.constexpr = "evict_first" if WIDE else ""
     rows = row_numbers(tl.program_id(0).to(tl.int64), ROWS)
     live = rows < M
     n = column_limit(N, ALIGN)

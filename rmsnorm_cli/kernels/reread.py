@@ -9,7 +9,7 @@ nothing is kept.
 import triton
 import triton.language as tl
 
-from rmsnorm_cli.kernels.tiles import column_limit, input_gradient, load_gamma, row_offset, weighted
+from rmsnorm_cli.kernels.tiles import USUAL, column_limit, input_gradient, load_gamma, row_offset, weighted
 
 
 @triton.jit
@@ -25,22 +25,21 @@ def strip(
         pointers = tl.multiple_of(ptr + (offset + columns), ALIGN * (ptr.dtype.element_ty.primitive_bitwidth // 8))
     else:
         pointers = ptr + (offset + columns.to(tl.int64) * col)
-    POLICY: tl.constexpr = "evict_first" if EVICT == 1 else "evict_last" if EVICT == 2 else ""
     if FULL:
-        return tl.load(pointers, eviction_policy=POLICY)
+        return tl.load(pointers, eviction_policy=EVICT)
     else:
-        return tl.load(pointers, mask=columns < n, other=0.0, eviction_policy=POLICY)
+        return tl.load(pointers, mask=columns < n, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_strip(ptr, offset, columns, values, n, FULL: tl.constexpr, ALIGN: tl.constexpr):
+def store_strip(ptr, offset, columns, values, n, FULL: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr = USUAL):
     """Write a column block of one contiguous row, rounding once."""
     pointers = tl.multiple_of(ptr + (offset + columns), ALIGN * (ptr.dtype.element_ty.primitive_bitwidth // 8))
     values = values.to(ptr.dtype.element_ty)
     if FULL:
-        tl.store(pointers, values)
+        tl.store(pointers, values, eviction_policy=EVICT)
     else:
-        tl.store(pointers, values, mask=columns < n)
+        tl.store(pointers, values, mask=columns < n, eviction_policy=EVICT)
 
 
 @triton.jit(
@@ -80,36 +79,36 @@ def reload_kernel(
         ga = 1.0
         gb = 1.0
         if DX:
-            xa = strip(x_ptr, x_at, a, x_col, n, FULL_A, UNIT, ALIGN, 0).to(tl.float32)
-            da = strip(dy_ptr, dy_at, a, dy_col, n, FULL_A, DY_UNIT, ALIGN, 0).to(tl.float32)
+            xa = strip(x_ptr, x_at, a, x_col, n, FULL_A, UNIT, ALIGN, "").to(tl.float32)
+            da = strip(dy_ptr, dy_at, a, dy_col, n, FULL_A, DY_UNIT, ALIGN, "").to(tl.float32)
             if GAMMA:
                 ga = load_gamma(gamma_ptr, a, gamma_col, n, FULL_A, GAMMA_UNIT)
             dot = tl.sum(weighted(da, ga, 1, GAMMA) * xa, axis=0)
             if B > 0:
-                xb = strip(x_ptr, x_at, b, x_col, n, FULL, UNIT, ALIGN, 0).to(tl.float32)
-                db = strip(dy_ptr, dy_at, b, dy_col, n, FULL, DY_UNIT, ALIGN, 0).to(tl.float32)
+                xb = strip(x_ptr, x_at, b, x_col, n, FULL, UNIT, ALIGN, "").to(tl.float32)
+                db = strip(dy_ptr, dy_at, b, dy_col, n, FULL, DY_UNIT, ALIGN, "").to(tl.float32)
                 if GAMMA:
                     gb = load_gamma(gamma_ptr, b, gamma_col, n, FULL, GAMMA_UNIT)
                 dot += tl.sum(weighted(db, gb, 1, GAMMA) * xb, axis=0)
             mean = dot * rstd / N
             # Without the barrier the compiler merges the two reads and keeps the row after all.
             tl.debug_barrier()
-        xa = strip(x_ptr, x_at, a, x_col, n, FULL_A, UNIT, ALIGN, 1).to(tl.float32) * rstd
-        da = strip(dy_ptr, dy_at, a, dy_col, n, FULL_A, DY_UNIT, ALIGN, 1).to(tl.float32)
+        xa = strip(x_ptr, x_at, a, x_col, n, FULL_A, UNIT, ALIGN, "evict_first").to(tl.float32) * rstd
+        da = strip(dy_ptr, dy_at, a, dy_col, n, FULL_A, DY_UNIT, ALIGN, "evict_first").to(tl.float32)
         if DX:
             if GAMMA:
-                ga = load_gamma(gamma_ptr, a, gamma_col, n, FULL_A, GAMMA_UNIT, 2)
+                ga = load_gamma(gamma_ptr, a, gamma_col, n, FULL_A, GAMMA_UNIT, "evict_last")
             store_strip(
                 dx_ptr, dx_at, a, input_gradient(weighted(da, ga, 1, GAMMA), xa, mean, rstd, 1), n, FULL_A, ALIGN
             )
         if DGAMMA:
             sum_a = tl.fma(da, xa, sum_a)
         if B > 0:
-            xb = strip(x_ptr, x_at, b, x_col, n, FULL, UNIT, ALIGN, 1).to(tl.float32) * rstd
-            db = strip(dy_ptr, dy_at, b, dy_col, n, FULL, DY_UNIT, ALIGN, 1).to(tl.float32)
+            xb = strip(x_ptr, x_at, b, x_col, n, FULL, UNIT, ALIGN, "evict_first").to(tl.float32) * rstd
+            db = strip(dy_ptr, dy_at, b, dy_col, n, FULL, DY_UNIT, ALIGN, "evict_first").to(tl.float32)
             if DX:
                 if GAMMA:
-                    gb = load_gamma(gamma_ptr, b, gamma_col, n, FULL, GAMMA_UNIT, 2)
+                    gb = load_gamma(gamma_ptr, b, gamma_col, n, FULL, GAMMA_UNIT, "evict_last")
                 store_strip(
                     dx_ptr, dx_at, b, input_gradient(weighted(db, gb, 1, GAMMA), xb, mean, rstd, 1), n, FULL, ALIGN
                 )
@@ -117,6 +116,6 @@ def reload_kernel(
                 sum_b = tl.fma(db, xb, sum_b)
     if DGAMMA:
         partial_at = row_offset(pid.to(tl.int64), 1, 0, N, False, ALIGN)
-        store_strip(partial_ptr, partial_at, a, sum_a, n, FULL_A, ALIGN)
+        store_strip(partial_ptr, partial_at, a, sum_a, n, FULL_A, ALIGN, "evict_last")
         if B > 0:
-            store_strip(partial_ptr, partial_at, b, sum_b, n, FULL, ALIGN)
+            store_strip(partial_ptr, partial_at, b, sum_b, n, FULL, ALIGN, "evict_last")

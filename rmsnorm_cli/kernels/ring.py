@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from rmsnorm_cli.kernels.tiles import row_offset
+from rmsnorm_cli.kernels.tiles import USUAL, row_offset
 
 WORDS = gl.constexpr(8)
 """Steps whose words a group keeps: as `split.SLOTS`."""
@@ -131,14 +131,14 @@ def total(tile, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def put(pointers, columns, piece: gl.constexpr, values, n, WHOLE: gl.constexpr):
-    """Write a piece of one contiguous row, rounding once."""
+def put(pointers, columns, piece: gl.constexpr, values, n, WHOLE: gl.constexpr, EVICT: gl.constexpr = USUAL):
+    """Write a piece of one contiguous row, rounding once. EVICT: as `tiles.load_tile` has it."""
     shift: gl.constexpr = piece * columns.shape[0]
     values = values.to(pointers.dtype.element_ty)
     if piece < WHOLE:
-        gl.store(pointers + shift, values)
+        gl.store(pointers + shift, values, eviction_policy=EVICT)
     else:
-        gl.store(pointers + shift, values, mask=columns < n - shift)
+        gl.store(pointers + shift, values, mask=columns < n - shift, eviction_policy=EVICT)
 
 
 # --- words between the programs of a group ----------------------------------------------------------------------------

@@ -127,4 +127,4 @@ def ring_backward_kernel(
     if DGAMMA:
         partial = start(partial_ptr, row_offset(group.to(gl.int64), 1, 0, N, False, ALIGN), columns, ALIGN)
         for piece in gl.static_range(PIECES):
-            put(partial, columns, piece, sums[piece], n, WHOLE)
+            put(partial, columns, piece, sums[piece], n, WHOLE, "evict_last")

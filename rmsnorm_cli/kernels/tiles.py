@@ -15,6 +15,9 @@ kernel.
 import triton
 import triton.language as tl
 
+USUAL = tl.constexpr("")
+"""What the cache is told of an access as a rule."""
+
 
 @triton.jit
 def row_offset(rows, per, outer, inner, TWO: tl.constexpr, ALIGN: tl.constexpr):
@@ -103,14 +106,14 @@ def cell(starts, columns, col, ROWS: tl.constexpr, UNIT: tl.constexpr):
 @triton.jit
 def load_tile(
     starts, columns, col, live, n, ROWS: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr,
-    GUARD: tl.constexpr = False, EVICT: tl.constexpr = 0,
+    GUARD: tl.constexpr = False, EVICT: tl.constexpr = USUAL,
 ):  # fmt: skip
     """Read a tile; what lies outside the M rows or (unless FULL) the n columns is 0, which adds nothing to a sum.
 
-    The row of a tile of one row is not looked at, unless GUARD.
+    The row of a tile of one row is not looked at, unless GUARD. EVICT is what the cache is told: nothing, or that the
+    tile may go first (`evict_first`) or last (`evict_last`).
     """
     pointers = cell(starts, columns, col, ROWS, UNIT)
-    POLICY: tl.constexpr = "evict_first" if EVICT == 1 else "evict_last" if EVICT == 2 else ""
     if ROWS > 1:
         rows_mask = live[:, None]
         columns_mask = (columns < n)[None, :]
@@ -118,29 +121,28 @@ def load_tile(
         rows_mask = live
         columns_mask = columns < n
     if (ROWS > 1 or GUARD) and FULL:
-        return tl.load(pointers, mask=rows_mask, other=0.0, eviction_policy=POLICY)
+        return tl.load(pointers, mask=rows_mask, other=0.0, eviction_policy=EVICT)
     elif ROWS > 1 or GUARD:
-        return tl.load(pointers, mask=rows_mask & columns_mask, other=0.0, eviction_policy=POLICY)
+        return tl.load(pointers, mask=rows_mask & columns_mask, other=0.0, eviction_policy=EVICT)
     elif FULL:
-        return tl.load(pointers, eviction_policy=POLICY)
+        return tl.load(pointers, eviction_policy=EVICT)
     else:
-        return tl.load(pointers, mask=columns_mask, other=0.0, eviction_policy=POLICY)
+        return tl.load(pointers, mask=columns_mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_tile(starts, columns, values, live, n, ROWS: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr = 0):
+def store_tile(starts, columns, values, live, n, ROWS: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr = USUAL):
     """Write a tile of contiguous rows, rounding once, to the dtype of the memory."""
     pointers = cell(starts, columns, 1, ROWS, True)
-    POLICY: tl.constexpr = "evict_first" if EVICT == 1 else ""
     values = values.to(starts.dtype.element_ty)
     if ROWS == 1 and FULL:
-        tl.store(pointers, values, eviction_policy=POLICY)
+        tl.store(pointers, values, eviction_policy=EVICT)
     elif ROWS == 1:
-        tl.store(pointers, values, mask=columns < n, eviction_policy=POLICY)
+        tl.store(pointers, values, mask=columns < n, eviction_policy=EVICT)
     elif FULL:
-        tl.store(pointers, values, mask=live[:, None], eviction_policy=POLICY)
+        tl.store(pointers, values, mask=live[:, None], eviction_policy=EVICT)
     else:
-        tl.store(pointers, values, mask=live[:, None] & (columns < n)[None, :], eviction_policy=POLICY)
+        tl.store(pointers, values, mask=live[:, None] & (columns < n)[None, :], eviction_policy=EVICT)
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def load_rows(pointer, rows, live, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_gamma(gamma_ptr, columns, col, n, FULL: tl.constexpr, UNIT: tl.constexpr, EVICT: tl.constexpr = 0):
+def load_gamma(gamma_ptr, columns, col, n, FULL: tl.constexpr, UNIT: tl.constexpr, EVICT: tl.constexpr = USUAL):
     """Read the weights of a column block, (BLOCK,), in their own dtype; a lane past n is 0."""
     return load_tile(gamma_ptr, columns, col, True, n, 1, FULL, UNIT, False, EVICT)
 

@@ -22,6 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from rmsnorm_cli.kernels.tiles import USUAL
+
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,15 +147,20 @@ def read(pointers, columns, stride, N, UNITS: gl.constexpr):
 
 
 @gluon.jit
-def write(pointers, columns, row, limit, UNITS: gl.constexpr, WHOLE: gl.constexpr):
-    """Write units of a row, rounding once, to the columns below the limit; `pointers` are those of the first unit."""
+def write(
+    pointers, columns, row, limit, UNITS: gl.constexpr, WHOLE: gl.constexpr, EVICT: gl.constexpr = USUAL
+):  # fmt: skip
+    """Write units of a row, rounding once, to the columns below the limit; `pointers` are those of the first unit.
+
+    EVICT: as `tiles.load_tile` has it.
+    """
     UNIT: gl.constexpr = columns.shape[0]
     for unit in gl.static_range(UNITS):
         values = row[unit].to(pointers.dtype.element_ty)
         if unit < WHOLE:
-            gl.store(pointers + unit * UNIT, values)
+            gl.store(pointers + unit * UNIT, values, eviction_policy=EVICT)
         else:
-            gl.store(pointers + unit * UNIT, values, mask=columns < limit - unit * UNIT)
+            gl.store(pointers + unit * UNIT, values, mask=columns < limit - unit * UNIT, eviction_policy=EVICT)
 
 
 @gluon.jit

@@ -127,7 +127,7 @@ def unaligned_backward_kernel(
             dx = gradient(times(dy, gamma, UNITS, GAMMA), x_hat, minus_mean, rstd, UNITS)
             write(dx_ptr + row * N + columns, columns, dx, N, UNITS, WHOLE)
     if DGAMMA:
-        write(partial_ptr + pid.to(gl.int64) * pitch + columns, columns, sums, pitch, UNITS, WHOLE)
+        write(partial_ptr + pid.to(gl.int64) * pitch + columns, columns, sums, pitch, UNITS, WHOLE, "evict_last")
 
 
 @gluon.jit(
