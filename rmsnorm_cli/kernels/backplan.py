@@ -118,6 +118,10 @@ class BackwardPlan:
     def _tiles(self, config: Backward) -> dict[str, Any]:
         return {"A": config.A, "B": config.B, "FULL": config.A + config.B == self.N, "ALIGN": self.align}
 
+    def _needs(self, config: Backward) -> dict[str, bool]:
+        needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma}
+        return {**needs, "DEPENDENT": self.early, "GONE": config.gone}
+
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
         row_programs = triton.cdiv(self.M, config.rows) if self.need_dx else 0
@@ -129,9 +133,8 @@ class BackwardPlan:
 
     def _walk(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
-        needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
-        needs["GONE"] = config.gone
-        constants = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages, **self.flags, **needs}
+        tiles = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages}
+        constants = {**tiles, **self.flags, **self._needs(config)}
         self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
@@ -179,7 +182,7 @@ class BackwardPlan:
         constants = unaligned_constants(config, self.N, self.itemsize)
         constants |= {"KEEP": self.N <= tables.KEPT_COLUMNS}
         constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")}
-        constants |= {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
+        constants |= self._needs(config)
         kernel = unalignedbackward.unaligned_backward_kernel
         self.main = Program(kernel, constants, config.warps, registers=config.registers, per_sm=config.per_sm)
         self.grid = (programs, 1)

@@ -40,7 +40,7 @@ class Backward:
     `shared`: K programs a row, A columns each; `chunks`: a row's mean first, then columns, A at a time.
     `ring`, `unaligned`: as in the forward. `per_sm` programs on an SM, loads `stages` - 1 tiles ahead. `registers`: the
     most a thread may use; what the compiler makes of a step changes with it, and so does its time: four points better,
-    or far worse. `gone`: the dx of a `walk` leaves the cache as soon as it can.
+    or far worse. `gone`: the dx of `walk` and `unaligned` leaves the cache as soon as it can.
     """
 
     path: Literal["walk", "reload", "shared", "ring", "unaligned", "chunks"]

@@ -70,7 +70,16 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
         if itemsize == 4:
             limits = [(80, 8, 1), (192, 4, 1), (384, 2, 1), (640, 1, 1), (1024, 1 if whole(N, itemsize) else 2, 4)]
         else:
-            limits = [(64, 16, 1), (80, 32, 1), (192, 8, 1), (384, 4, 1), (512, 4, 2), (640, 2, 1), (1024, 2, 2)]
+            limits = [
+                (40, 64, 1),
+                (64, 8, 1),
+                (80, 32, 1),
+                (192, 8, 1),
+                (384, 4, 1),
+                (512, 4, 2),
+                (640, 2, 1),
+                (1024, 2, 2),
+            ]
         return Forward("rows", A, B, *next(launch for most, *launch in limits if most >= N))
     if itemsize == 4 and A + B > 512 and vectors:
         return Forward("rows", A, B, 1, 2)
@@ -176,7 +185,7 @@ def backward_unaligned(N: int, itemsize: int) -> Backward | None:
         limits = [(192, 1, 3, 16), (448, 1, 2, 12), (640, 2, 3, 6), (896, 2, 3, 4), (1280, 4, 3, 3), (2560, 4, 2, 3)]
         limits += [(3584, 4, 2, 2), (5120, 8, 3, 1), (16384, 8, 2, 1)]
     warps, stages, per_sm = chosen(limits, N)
-    return Backward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm)
+    return Backward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm, gone=itemsize == 2)
 
 
 def narrow_backward(N: int, itemsize: int) -> Backward:
