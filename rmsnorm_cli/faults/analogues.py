@@ -113,6 +113,7 @@ FAULTS = (
             ),
         ),
         exposing=rows("aligned"),
+        on_gpu=rows("aligned", M=5, N=5120),
         hiding=NAIVE,
         expected=(DECLARED,),
         predicted=only(
@@ -133,6 +134,7 @@ FAULTS = (
             ),
         ),
         exposing=rows(),
+        on_gpu=rows(M=17, N=31),
         hiding=UNIT_ROWS,
         expected=(DECLARED,),
         predicted=only("dgamma", lambda t: (t.dy * t.x).sum(0)),

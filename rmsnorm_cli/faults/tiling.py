@@ -60,6 +60,7 @@ FAULTS = (
             ),
         ),
         exposing=rows("aligned"),
+        on_gpu=rows("aligned", M=5, N=5120),  # there several rows of two tiles are walked, however few
         hiding=rows("aligned", N=256),
         expected=(DECLARED,),
         predicted=only(
@@ -139,6 +140,7 @@ FAULTS = (
         "than that are rare where this launch is taken, and more than 256 take another.",
         changes=(Change("for first in range(0, M, TILE_ROWS):", "for first in range(0, TILE_ROWS, TILE_ROWS):"),),
         exposing=rows("aligned", M=129, N=9),
+        on_gpu=rows("offset", M=129, N=3),
         hiding=rows(),
         expected=(DECLARED,),
         predicted=only("dgamma", lambda t: contributions(t)[:128].sum(0)),

@@ -98,7 +98,9 @@ class BackwardPlan:
         self.sum_after: Program | None = None
         # Without dx too, so that dgamma keeps its bits when x is frozen.
         small = self.need_dgamma and self.M <= tables.SMALL_ROWS and self.M * self.N <= tables.SMALL_ELEMENTS
-        if config.path == "walk" and small:
+        # The compiler lays out several rows in two tiles as suits the whole kernel: these two would sum in two orders.
+        alike = INTERPRETED or config.B == 0 or config.rows == 1
+        if config.path == "walk" and small and alike:
             self._small(config)
         elif config.path == "unaligned" and small:
             self._small_unaligned(config)
@@ -118,9 +120,9 @@ class BackwardPlan:
     def _tiles(self, config: Backward) -> dict[str, Any]:
         return {"A": config.A, "B": config.B, "FULL": config.A + config.B == self.N, "ALIGN": self.align}
 
-    def _needs(self, config: Backward) -> dict[str, bool]:
-        needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma}
-        return {**needs, "DEPENDENT": self.early, "GONE": config.gone}
+    def _walking(self, config: Backward) -> dict[str, Any]:
+        needs = {"DX": self.need_dx, "DGAMMA": self.need_dgamma, "DEPENDENT": self.early}
+        return {**needs, "EVICT": "evict_first" if config.gone else ""}
 
     def _small(self, config: Backward) -> None:
         self.path = "backward/small"
@@ -134,8 +136,11 @@ class BackwardPlan:
     def _walk(self, config: Backward) -> None:
         programs = min(self.sms * config.per_sm, triton.cdiv(self.M, config.rows))
         tiles = {"ROWS": config.rows, **self._tiles(config), "STAGES": config.stages}
-        constants = {**tiles, **self.flags, **self._needs(config)}
-        self.main = Program(backward.walk_kernel, constants, config.warps, registers=config.registers)
+        constants = {**tiles, **self.flags, **self._walking(config)}
+        # The limits were found where columns lie side by side; elsewhere the same kernel takes more, and would spill.
+        beside = self.flags["UNIT"] and self.flags["DY_UNIT"]
+        registers, per_sm = (config.registers, config.per_sm) if beside else (None, 1)
+        self.main = Program(backward.walk_kernel, constants, config.warps, registers=registers, per_sm=per_sm)
         self.grid = (programs, 1)
         self.scalars = (self.M, self.N, *self.layout)
         self._sum(programs, self.early)
@@ -182,7 +187,7 @@ class BackwardPlan:
         constants = unaligned_constants(config, self.N, self.itemsize)
         constants |= {"KEEP": self.N <= tables.KEPT_COLUMNS}
         constants |= {name: self.flags[name] for name in ("DY_TWO", "TWO", "GAMMA")}
-        constants |= self._needs(config)
+        constants |= self._walking(config)
         kernel = unalignedbackward.unaligned_backward_kernel
         self.main = Program(kernel, constants, config.warps, registers=config.registers, per_sm=config.per_sm)
         self.grid = (programs, 1)

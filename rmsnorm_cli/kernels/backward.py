@@ -49,12 +49,11 @@ def walk_kernel(
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
     DY_TWO: tl.constexpr, DY_UNIT: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr,
     GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr, DX: tl.constexpr, DGAMMA: tl.constexpr, DEPENDENT: tl.constexpr,
-    GONE: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Walk every P-th tile of ROWS rows: write its dx, add to this program's row of `partial`."""
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
-    GO: tl.constexpr = "evict_first" if GONE else ""
     if DEPENDENT:
         gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
@@ -99,10 +98,10 @@ def walk_kernel(
             db = raw_db.to(DTYPE)
         if DX:
             dxa = input_gradient(weighted(da, ga, ROWS, GAMMA), xa, mean, rstd, ROWS)
-            store_tile(dx_rows, a, dxa, live, n, ROWS, FULL_A, GO)
+            store_tile(dx_rows, a, dxa, live, n, ROWS, FULL_A, EVICT)
             if B > 0:
                 dxb = input_gradient(weighted(db, gb, ROWS, GAMMA), xb, mean, rstd, ROWS)
-                store_tile(dx_rows, b, dxb, live, n, ROWS, FULL, GO)
+                store_tile(dx_rows, b, dxb, live, n, ROWS, FULL, EVICT)
         if DGAMMA:
             sum_a = tl.fma(da, xa, sum_a)
             if B > 0:

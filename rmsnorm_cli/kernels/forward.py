@@ -36,7 +36,7 @@ def rows_kernel(
     M: tl.int64, N: tl.int32, eps: tl.float64,
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr,
-    TWO: tl.constexpr, UNIT: tl.constexpr, GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
+    Y_ALIGN: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr, GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
     RELOAD: tl.constexpr, RSTD: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows; with RSTD, keep theirs for a backward."""
@@ -49,11 +49,11 @@ def rows_kernel(
     GONE: tl.constexpr = "evict_first" if WIDE else ""
     rows = row_numbers(tl.program_id(0).to(tl.int64), ROWS)
     live = rows < M
-    n = column_limit(N, ALIGN)
+    n = column_limit(N, Y_ALIGN)
     a = tl.arange(0, A)
     b = A + tl.arange(0, B if B > 0 else 1)
     x_rows = row_pointers(x_ptr, rows, x_per, x_outer, x_inner, TWO, ALIGN)
-    y_rows = row_pointers(y_ptr, rows, 1, 0, N, False, ALIGN)
+    y_rows = row_pointers(y_ptr, rows, 1, 0, N, False, Y_ALIGN)
 
     raw_a = load_tile(x_rows, a, x_col, live, n, ROWS, FULL_A, UNIT, False, KEEP)
     xa = raw_a.to(DTYPE)

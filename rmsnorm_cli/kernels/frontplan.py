@@ -198,7 +198,8 @@ class ForwardPlan:
                 "B": config.B,
                 "FULL": config.A + config.B == N,
                 "ALIGN": align,
-                **flags,
+                "Y_ALIGN": math.gcd(VECTOR_BYTES // x.element_size(), N) if config.wide % 2 else align,
+                **(flags | {"GAMMA_UNIT": False} if config.wide // 2 else flags),
                 "RELOAD": config.path == "reload",
                 "RSTD": self.keeps_rstd,
             }

@@ -1,7 +1,8 @@
 """The launch tables of the fused kernels: by pass, row width and dtype, measured on one H200 and frozen.
 
-They depend on N and the dtype, never on M, so that a row keeps its bits whatever batch it sits in, and nothing is
-timed at run time. How they were found, and what lost, is in docs/kernels.md.
+They depend on N, the dtype and how rows lie, never on M, so that a row keeps its bits whatever batch it sits in
+(the column sum's tile depends on how many programs sum: dgamma is a sum over the batch anyway). Nothing is timed at run
+time. How they were found, and what lost, is in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def forward_ring(N: int, itemsize: int) -> Forward | None:
     return Forward("ring", 4096 // itemsize, warps=2, stages=20, per_sm=10, registers=96, lag=3)
 
 
-def chosen(limits: Sequence[tuple[int, int, int, int]], N: int) -> tuple[int, int, int]:
-    """Return warps, stages and programs on an SM of the first of these launches whose columns are enough."""
-    return next((warps, stages, per_sm) for most, warps, stages, per_sm in limits if most >= N)
+def chosen(limits: Sequence[tuple[int, ...]], N: int) -> list[int]:
+    """Return what follows the first of these numbers of columns that is enough."""
+    return next(launch for most, *launch in limits if most >= N)
 
 
 def forward_unaligned(N: int, itemsize: int) -> Forward | None:
-    """Choose the forward launch for rows that do not start on 4 bytes, or None where a number at a time is as fast.
+    """Choose the forward launch for rows that do not start on 4 bytes, or None where it is not known to be faster.
 
     fp16 on one H200, 2026-11-30, share of a plain stream, without (`rows`) and with: 74 → 81 % at 769 columns, 58 → 84
     at 3073, 62 → 83 at 8191, 45 → 80 at 12289.
     """
-    if itemsize != 2 or not 640 < N <= 16384:
+    if itemsize != 2 or not 640 < N <= 16384 or (whole(N, itemsize) and N <= 8192):
         return None
     limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1)]
     limits += [(16384, 16, 2, 1)]
@@ -63,25 +64,18 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     """Choose the forward launch for rows of up to 1024 columns: a tile of them, 16 numbers a thread as a rule.
 
     Rows that are not whole vectors of 16 bytes, one H200, 2026-11-30, share of a plain stream, by that rule and now:
-    fp16 66 → 72 % at 65 columns, 78 → 82 at 257, 80 → 94 at 258; fp32 95 → 98 % at 513, 96 → 99 at 1024 (off 16 bytes).
+    fp16 77 → 80 % at 129 columns, 78 → 82 at 257, 80 → 94 at 258; fp32 95 → 98 at 513, 96 → 99 at 1024 off 16 bytes.
     """
     A, B = cover(N)
     if not vectors and N > 32:
         if itemsize == 4:
             limits = [(80, 8, 1), (192, 4, 1), (384, 2, 1), (640, 1, 1), (1024, 1 if whole(N, itemsize) else 2, 4)]
         else:
-            limits = [
-                (40, 64, 1),
-                (64, 8, 1),
-                (80, 32, 1),
-                (192, 8, 1),
-                (384, 4, 1),
-                (512, 4, 2),
-                (640, 2, 1),
-                (1024, 2, 2),
-            ]
-        return Forward("rows", A, B, *next(launch for most, *launch in limits if most >= N))
-    if itemsize == 4 and A + B > 512 and vectors:
+            limits = [(40, 16, 1), (96, 8 if odd(N, itemsize) else 16, 1), (192, 8, 1), (384, 4, 1)]
+            limits += [(512, 4, 2), (640, 2, 1), (1024, 2, 2)]
+        rows, warps = chosen(limits, N)
+        return Forward("rows", A, B, rows, warps)
+    if itemsize == 4 and A + B > 512:
         return Forward("rows", A, B, 1, 2)
     rows = max(fitting(1024, A + B), 2)
     return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
@@ -90,12 +84,12 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
 def held_forward(N: int, itemsize: int) -> Forward:
     """Choose the forward launch for rows of up to 8192 columns that are not whole vectors: they stay in registers.
 
-    One H200, 2026-11-30, share of a plain stream, by twice as many warps and now: bf16 85 → 94 % at 2562 columns,
-    78 → 91 at 5122; fp32 94 → 97 % at 3073, 91 → 93 at 4099. Off 16 bytes fp32 of 4096 columns has 98 %.
+    One H200, 2026-11-30, share of a plain stream, by eight warps and now: bf16 85 → 94 % at 2562 columns, 78 → 91 at
+    5122; fp32 94 → 97 % at 3073, 91 → 93 at 4099. Off 16 bytes fp32 of 4096 columns has 98 %.
     """
     A, B = cover(N)
-    if whole(N, itemsize):  # so they do not begin on 16 bytes, but all alike
-        return Forward("rows", A, B, 1, min(A * itemsize // 1024, 4 * itemsize))
+    if whole(N, itemsize):  # they do not begin on 16 bytes, but y does
+        return Forward("rows", A, B, 1, min(A * itemsize // 1024, 4 * itemsize), wide=itemsize == 2)
     return Forward("rows", A, B, 1, 2 if itemsize == 2 and N <= 3072 and not odd(N, itemsize) else 4)
 
 
@@ -189,7 +183,7 @@ def backward_unaligned(N: int, itemsize: int) -> Backward | None:
 
 
 def narrow_backward(N: int, itemsize: int) -> Backward:
-    """Choose the backward launch for rows of up to 1024 columns: programs on an SM where a tile has idle lanes.
+    """Choose the backward launch for rows of up to 1024 columns: more programs on an SM for two tiles, or one not full.
 
     bf16 on one H200, 2026-11-30, share of a plain stream, by three programs without a limit on registers and now: 83 →
     88 % at 192 columns, 55 → 73 at 576, 76 → 86 at 640, 79 → 87 at 768, 88 → 92 at 896, 93 → 94 at 1024.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 USUAL = tl.constexpr("")
-"""What the cache is told of an access as a rule."""
+"""What the cache is told of an access as a rule: nothing. (Triton 3.6 takes no bare text for a default.)"""
 
 
 @triton.jit

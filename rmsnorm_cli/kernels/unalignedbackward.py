@@ -58,7 +58,7 @@ def unaligned_backward_kernel(
     UNITS: gl.constexpr, WHOLE: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
     A: gl.constexpr, B: gl.constexpr, SLOT: gl.constexpr, KEEP: gl.constexpr,
     DY_TWO: gl.constexpr, TWO: gl.constexpr, GAMMA: gl.constexpr, DX: gl.constexpr, DGAMMA: gl.constexpr,
-    DEPENDENT: gl.constexpr, GONE: gl.constexpr,
+    DEPENDENT: gl.constexpr, EVICT: gl.constexpr,
 ):  # fmt: skip
     """Walk every P-th row: write its dx, add to this program's row of `partial`, which is `pitch` numbers long.
 
@@ -67,7 +67,6 @@ def unaligned_backward_kernel(
     LAYOUT: gl.constexpr = numbers_layout(x_ptr.dtype.element_ty.primitive_bitwidth // 8, WARPS)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     UNIT: gl.constexpr = 32 * WARPS
-    GO: gl.constexpr = "evict_first" if GONE else ""
     if DEPENDENT:
         gdc_launch_dependents()
     pid = gl.program_id(0)
@@ -126,7 +125,7 @@ def unaligned_backward_kernel(
         slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
         if DX:
             dx = gradient(times(dy, gamma, UNITS, GAMMA), x_hat, minus_mean, rstd, UNITS)
-            write(dx_ptr + row * N + columns, columns, dx, N, UNITS, WHOLE, GO)
+            write(dx_ptr + row * N + columns, columns, dx, N, UNITS, WHOLE, EVICT)
     if DGAMMA:
         write(partial_ptr + pid.to(gl.int64) * pitch + columns, columns, sums, pitch, UNITS, WHOLE, "evict_last")
 

@@ -98,8 +98,11 @@ class Gluon:
             other = np.nan if read.dtype.kind == "f" else np.iinfo(read.dtype).max
         return Tile(np.where(meant, read, np.asarray(other, read.dtype)), pointer.dtype)
 
-    def store(self, pointer: Pointer, value: Tile, mask: Any = True, **_told_to_the_cache: str) -> None:
+    def store(
+        self, pointer: Pointer, value: Tile, mask: Any = True, cache_modifier: str = "", eviction_policy: Any = ""
+    ) -> None:
         """Write to memory: each element once, but for words that programs exchange."""
+        assert getattr(eviction_policy, "value", eviction_policy) in ("", "evict_first", "evict_last")
         where, meant = pointer.chosen(mask)
         shared = pointer.dtype == UINT64
         if shared:

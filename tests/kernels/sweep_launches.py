@@ -47,7 +47,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("way", choices=["forward", "backward"])
     parser.add_argument("dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("shapes", nargs="+", metavar="MxN[+START]")
-    parser.add_argument("--vary", nargs="*", default=[], metavar="FIELD=VALUE,VALUE", help="None stands for no limit")
+    parser.add_argument(
+        "--vary", nargs="*", action="append", default=[], metavar="FIELD=VALUE,VALUE",
+        help="every combination of the values of these fields, None for no limit; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--sums", default="", metavar="RxCxW,...", help="tiles of the column sum beside the table's")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--processes", type=int, default=max(1, (multiprocessing.cpu_count() or 1) - 1))
@@ -58,12 +61,18 @@ def arguments() -> argparse.Namespace:
 def variants(launch: Launch, vary: list[str]) -> list[Launch]:
     """Return the launch and all combinations of the values that its fields are to take."""
     named = dict(one.split("=", 1) for one in vary)
-    kinds = {field.name: str if field.name == "path" else int for field in dataclasses.fields(launch)}
+    kinds: dict[str, Callable[[str], Any]] = {field.name: int for field in dataclasses.fields(launch)}
+    kinds |= {"path": str, "gone": lambda text: text in ("True", "1")}
     values = [[None if text == "None" else kinds[name](text) for text in named[name].split(",")] for name in named]
     products = [
         dataclasses.replace(launch, **dict(zip(named, each, strict=True))) for each in itertools.product(*values)
     ]
     return [launch, *(each for each in dict.fromkeys(products) if each != launch)]
+
+
+def launches_of(table: Launch, varied: list[list[str]]) -> list[Launch]:
+    """Return the table's launch and those of each set of fields that are varied, each once."""
+    return list(dict.fromkeys([table, *(launch for vary in varied for launch in variants(table, vary))]))
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -122,11 +131,16 @@ def compile_one(job: tuple[str, str, int, int, Candidate]) -> None:
 
 
 def wrong(way: str, result: Any, buffers: tuple[torch.Tensor, ...], gamma: torch.Tensor) -> str:
-    """Say what is wrong with the first rows of a result, or nothing."""
-    X, D, G = buffers[0][:64].double(), buffers[1][:64].double(), gamma.double()
-    want = reference.forward(X, G, EPS) if way == "forward" else reference.backward(D, X, G, EPS)[0]
-    error = float((result[0][:64].double() - want).norm() / want.norm())
-    return "" if error < 4e-3 else f"differs from float64 by {error:.1g}"
+    """Say what is wrong with the first rows of a result, or with dgamma, or nothing."""
+    x, dy, G = buffers[0], buffers[1], gamma.double()
+    X, D = x[:64].double(), dy[:64].double()
+    pairs = [
+        (result[0][:64], reference.forward(X, G, EPS) if way == "forward" else reference.backward(D, X, G, EPS)[0])
+    ]
+    if way == "backward":
+        pairs.append((result[1], reference.backward(dy.double(), x.double(), G, EPS)[1]))
+    errors = [float((got.double() - want).norm() / want.norm()) for got, want in pairs]
+    return next((f"differs from float64 by {error:.1g}" for error in errors if not error < 4e-3), "")
 
 
 def medians(calls: dict[str, Call], sets: list[tuple[torch.Tensor, ...]], rounds: int) -> dict[str, float]:
@@ -167,13 +181,15 @@ def main() -> None:
     """Sweep all shapes."""
     asked = arguments()
     dtype = getattr(torch, asked.dtype)
+    if asked.sums and asked.way == "forward":
+        sys.exit("a forward has no column sum: --sums is for the backward")
     tiles = [None, *(numbers(tile) for tile in asked.sums.split(",") if tile)]
     candidates: dict[tuple[int, int, int], list[Candidate]] = {}
     for shape in asked.shapes:
         M, N, start = (*numbers(shape), 0)[:3]
         few = buffers_of(SMALL_ROWS + 1, N, start, dtype)[0]
         table = plan_of(asked.way, few, torch.empty(N, device="cuda", dtype=dtype), None).config
-        candidates[M, N, start] = [(launch, tile) for launch in variants(table, asked.vary) for tile in tiles]
+        candidates[M, N, start] = [(launch, tile) for launch in launches_of(table, asked.vary) for tile in tiles]
     jobs = [(asked.way, asked.dtype, N, start, one) for (_, N, start), each in candidates.items() for one in each]
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         pool.map(compile_one, list(dict.fromkeys(jobs)), chunksize=1)

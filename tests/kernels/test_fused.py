@@ -1,16 +1,18 @@
 """The fused kernels: right in every dtype, width and launch path, deterministic, and independent of the batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from plans import where_launches_fail
 from triton.runtime.errors import OutOfResources
 
-from rmsnorm_cli.kernels import ContractError, fused, reference, rms_norm, tables
+from rmsnorm_cli.kernels import ContractError, backplan, fused, reference, rms_norm, tables
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.contract import INTERPRETED
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
 from rmsnorm_cli.kernels.geometry import Backward, Forward, cover
-from rmsnorm_cli.kernels.tables import backward_table, forward_table
+from rmsnorm_cli.kernels.tables import backward_table, column_sum_table, forward_table
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float64: 2**-53}
@@ -235,13 +237,19 @@ def test_a_row_keeps_its_bits_in_any_batch(N, dtype, device):
 
 @pytest.mark.case("B61")
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [128, 257, 4096, 4099, 16384, 32768, 131072])
-def test_a_row_keeps_its_bits_on_a_gpu(N, device):
-    """The same over the widths at which a GPU's launches change, sixteen bits a number, up to 4096 rows."""
-    row, gamma, gradient = draw(1, N, torch.bfloat16, device)
+@pytest.mark.parametrize(
+    ("N", "dtype"),
+    [
+        *((N, torch.bfloat16) for N in (24, 96, 128, 192, 257, 264, 576, 640, 4096, 4099, 16384, 32768, 131072)),
+        *((N, torch.float32) for N in (68, 132, 260, 384, 548, 576, 640, 768, 1280)),
+    ],
+)
+def test_a_row_keeps_its_bits_on_a_gpu(N, dtype, device):
+    """The same over the widths at which a GPU's launches change, and where a tile has two parts, up to 4096 rows."""
+    row, gamma, gradient = draw(1, N, dtype, device)
     y, dx, _ = run(row, gamma, gradient)
     for M in (2, 255, 257, 400 if N > 8192 else 4096):
-        x, _, dy = draw(M, N, torch.bfloat16, device)
+        x, _, dy = draw(M, N, dtype, device)
         for at in (0, M - 1):
             x[at], dy[at] = row[0], gradient[0]
             batch_y, batch_dx, _ = run(x, gamma, dy)
@@ -313,11 +321,31 @@ def test_two_tiles_where_one_would_idle(N, tiles):
 def test_tables_cover_every_width(itemsize):
     """Each table names tiles that cover the row (or chunk it), within what a program can hold, for all widths tried."""
     for N in [*range(1, 1200), 4095, 4097, 8193, 16385, 24576, 24577, 40960, 65537, 2**17 + 1, 2**20 + 1, 2**24]:
-        for config in (forward_table(N, itemsize), backward_table(N, itemsize)):
+        launches: list[Any] = [backward_table(N, itemsize, ring) for ring in (True, False)]
+        launches += [forward_table(N, itemsize, ring, v) for ring in (True, False) for v in (None, True, False)]
+        for config in launches:
             if config.path in ("rows", "reload", "walk"):
                 assert config.A + config.B >= N
                 assert config.rows * (config.A + config.B) <= 65536
             assert config.warps <= 32
+            assert config.warps.bit_count() == config.rows.bit_count() == 1
+
+
+def test_a_column_sums_tiles_are_powers_of_two():
+    for parts in (1, 2, 3, 31, 32, 33, 132, 256, 257, 264, 396, 528, 792):
+        for N in (1, 257, 1024, 4095, 4096, 8192, 8193, 20480, 2**20):
+            assert all(size.bit_count() == 1 for size in column_sum_table(parts, N))
+
+
+@pytest.mark.parametrize("N", [4096, 4099, 8192])
+def test_dgamma_where_a_column_sums_tile_holds_fewer_rows_than_there_are(N, device, monkeypatch):
+    """As on a card of 40 SMs, each with its row of partial sums: 32 of them fit a tile."""
+    monkeypatch.setattr(backplan, "multiprocessors", lambda _: 40)
+    fused._backward_plans.clear()  # they were made for another card
+    assert column_sum_table(40, N)[0] < 40
+    x, gamma, dy = draw(67, N, torch.float32, device)
+    judge(x, gamma, dy, *run(x, gamma, dy))
+    fused._backward_plans.clear()
 
 
 # --- contract ---------------------------------------------------------------------------------------------------------

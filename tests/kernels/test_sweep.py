@@ -31,22 +31,25 @@ def test_shapes_and_tiles_are_read():
 
 
 def test_a_field_that_a_launch_has_not_is_refused():
+    assert variants(Backward("walk", 4096), ["gone=False,True"])[1].gone is True
     with pytest.raises(KeyError, match="colour"):
         variants(Forward("rows", 128), ["colour=1,2"])
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_wrong_result_is_told(way):
-    """What is right up to rounding passes; one wrong row of 64, or a NaN, does not."""
+    """What is right up to rounding passes; one wrong row of 64, a NaN, or a wrong column of dgamma does not."""
     torch.manual_seed(1)
     x, dy = torch.randn(2, 64, 300, dtype=torch.float64)
     gamma = torch.randn(300, dtype=torch.float64)
-    right = reference.forward(x, gamma, 1e-6) if way == "forward" else reference.backward(dy, x, gamma, 1e-6)[0]
-    assert wrong(way, (right.bfloat16(),), (x, dy), gamma) == ""
-    for at, value in ((7, 2.0), (7, float("nan"))):
-        bad = right.clone()
-        bad[at] *= value
-        assert "differs" in wrong(way, (bad,), (x, dy), gamma)
+    y, (dx, dgamma) = reference.forward(x, gamma, 1e-6), reference.backward(dy, x, gamma, 1e-6)[:2]
+    right = (y, None, "path") if way == "forward" else (dx, dgamma, "path")
+    assert wrong(way, (right[0].bfloat16(), *right[1:]), (x, dy), gamma) == ""
+    for place in range(1 if way == "forward" else 2):
+        for value in (100.0, float("nan")):
+            bad = [None if part is None else part.clone() for part in right[:2]]
+            bad[place][7] *= value
+            assert "differs" in wrong(way, (*bad, "path"), (x, dy), gamma)
 
 
 @pytest.mark.gpu
