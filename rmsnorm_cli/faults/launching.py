@@ -114,7 +114,7 @@ FAULTS = (
         "right, and a row's last bits depend on how many rows it comes with.",
         changes=(
             Change(
-                "config = forward_table(self.N, x.element_size(), vectors=vectors)\n",
+                "config = forward_table(self.N, x.element_size(), aligned=self.align * x.element_size())\n",
                 'config = forward_table(self.N, x.element_size()) if self.M > 1 else Forward("loop", 128)\n',
             ),
         ),

@@ -181,8 +181,7 @@ class ForwardPlan:
             self._choose(self._without_gluon(x), x)
 
     def _without_gluon(self, x: Tensor) -> Forward:
-        vectors = self.align * x.element_size() == VECTOR_BYTES
-        config = forward_table(self.N, x.element_size(), vectors=vectors)
+        config = forward_table(self.N, x.element_size(), aligned=self.align * x.element_size())
         shareable = can_share(triton.cdiv(self.N, config.A), config.per_sm, x)
         return forward_by_chunks(x.element_size()) if config.path == "shared" and not shareable else config
 
@@ -198,8 +197,8 @@ class ForwardPlan:
                 "B": config.B,
                 "FULL": config.A + config.B == N,
                 "ALIGN": align,
-                "Y_ALIGN": math.gcd(VECTOR_BYTES // x.element_size(), N) if config.wide % 2 else align,
-                **(flags | {"GAMMA_UNIT": False} if config.wide // 2 else flags),
+                "Y_ALIGN": math.gcd(VECTOR_BYTES // x.element_size(), N),  # y is memory of our own
+                **flags,
                 "RELOAD": config.path == "reload",
                 "RSTD": self.keeps_rstd,
             }

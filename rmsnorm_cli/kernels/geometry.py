@@ -31,7 +31,6 @@ class Forward:
     per_sm: int = 0
     registers: int | None = None
     lag: int = 0
-    wide: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ time. How they were found, and what lost, is in docs/kernels.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rmsnorm_cli.kernels.geometry import Backward, Forward, cover, window
@@ -52,10 +53,10 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
     fp16 on one H200, 2026-11-30, share of a plain stream, without (`rows`) and with: 74 → 81 % at 769 columns, 58 → 84
     at 3073, 62 → 83 at 8191, 45 → 80 at 12289.
     """
-    if itemsize != 2 or not 640 < N <= 16384 or (whole(N, itemsize) and N <= 8192):
+    if itemsize != 2 or not 640 < N <= 16384 or N in (1024, 2048, 4096):
         return None
-    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (12800, 4, 3, 1)]
-    limits += [(16384, 16, 2, 1)]
+    limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (8191, 4, 3, 1)]
+    limits += [(8192, 16, 3, 1), (12800, 4, 3, 1), (16384, 16, 2, 1)]
     warps, stages, per_sm = chosen(limits, N)
     return Forward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm)
 
@@ -72,7 +73,7 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
             limits = [(80, 8, 1), (192, 4, 1), (384, 2, 1), (640, 1, 1), (1024, 1 if whole(N, itemsize) else 2, 4)]
         else:
             limits = [(40, 16, 1), (96, 8 if odd(N, itemsize) else 16, 1), (192, 8, 1), (384, 4, 1)]
-            limits += [(512, 4, 2), (640, 2, 1), (1024, 2, 2)]
+            limits += [(512, 4, 1 if whole(N, itemsize) else 2), (640, 2, 1), (1024, 2, 2)]
         rows, warps = chosen(limits, N)
         return Forward("rows", A, B, rows, warps)
     if itemsize == 4 and A + B > 512:
@@ -81,15 +82,15 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
 
 
-def held_forward(N: int, itemsize: int) -> Forward:
+def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
     """Choose the forward launch for rows of up to 8192 columns that are not whole vectors: they stay in registers.
 
     One H200, 2026-11-30, share of a plain stream, by eight warps and now: bf16 85 → 94 % at 2562 columns, 78 → 91 at
-    5122; fp32 94 → 97 % at 3073, 91 → 93 at 4099. Off 16 bytes fp32 of 4096 columns has 98 %.
+    5122; fp32 94 → 97 % at 3073, 91 → 93 at 4099. 4096 columns off 16 bytes: fp32 96 → 98 %, bf16 90 → 91.
     """
     A, B = cover(N)
-    if whole(N, itemsize):  # they do not begin on 16 bytes, but y does
-        return Forward("rows", A, B, 1, min(A * itemsize // 1024, 4 * itemsize), wide=itemsize == 2)
+    if whole(N, itemsize):
+        return Forward("rows", A, B, 1, min(A * itemsize // (1024 if aligned >= 4 else 2048), 4 * itemsize))
     return Forward("rows", A, B, 1, 2 if itemsize == 2 and N <= 3072 and not odd(N, itemsize) else 4)
 
 
@@ -112,12 +113,13 @@ def reread_forward(N: int, itemsize: int) -> Forward:
     return Forward("reload", A, B, 1, warps)
 
 
-def forward_table(N: int, itemsize: int, ring: bool = False, vectors: bool | None = None) -> Forward:
+def forward_table(N: int, itemsize: int, ring: bool = False, aligned: int | None = None) -> Forward:
     """Choose the forward launch for rows of N columns of `itemsize` bytes; `ring`: the card has room for one.
 
-    `vectors`: whether rows are whole vectors of 16 bytes where they lie; by default, as in memory of their own.
+    `aligned`: how many bytes, 16 at most, divide N and where each row starts; by default, as in memory of its own.
     """
-    vectors = whole(N, itemsize) if vectors is None else vectors
+    aligned = math.gcd(16, N * itemsize) if aligned is None else aligned
+    vectors = aligned == 16
     through_ring = forward_ring(N, itemsize) if ring else None
     if through_ring is not None:
         return through_ring
@@ -128,7 +130,7 @@ def forward_table(N: int, itemsize: int, ring: bool = False, vectors: bool | Non
     if width <= 1024:
         return narrow_forward(N, itemsize, vectors)
     if width <= 8192 and not vectors:
-        return held_forward(N, itemsize)
+        return held_forward(N, itemsize, aligned)
     if N * itemsize <= 32768 and B == 0 and not vectors:
         return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
