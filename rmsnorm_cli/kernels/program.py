@@ -32,6 +32,9 @@ MOST_WAVES = 16
 """An AMD program's limit: 1024 lanes, 64 to a wave."""
 
 
+_address = Tensor.data_ptr
+
+
 class Program:
     """One kernel to launch on one device.
 
@@ -92,8 +95,7 @@ class Program:
         assert self._call is not None
         stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
         # Addresses as numbers: for a tensor the launcher would ask the driver where each one lies.
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        self._call(*grid, 1, stream, *self._middle, *addresses, *scalars, *self.values)
+        self._call(*grid, 1, stream, *self._middle, *map(_address, tensors), *scalars, *self.values)
 
     def _prepare(self, compiled: Any) -> None:
         """Keep what a launch needs beside its grid, stream and arguments; no hooks, no scratch of Triton's own."""
