@@ -65,7 +65,7 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     """Choose the forward launch for rows of up to 1024 columns: a tile of them, 16 numbers a thread as a rule.
 
     Rows that are not whole vectors of 16 bytes, one H200, 2026-11-30, share of a plain stream, by that rule and now:
-    fp16 77 → 80 % at 129 columns, 78 → 82 at 257, 80 → 94 at 258; fp32 95 → 98 at 513, 96 → 99 at 1024 off 16 bytes.
+    fp16 77 → 80 % at 129 columns, 78 → 82 at 257, 80 → 93 at 258; fp32 95 → 98 at 513, 96 → 99 at 1024 off 16 bytes.
     """
     A, B = cover(N)
     if not vectors and N > 32:
@@ -260,8 +260,8 @@ CHUNK_PARTS = 4
 def column_sum_table(parts: int, N: int) -> tuple[int, int, int]:
     """Return rows and columns of one program's tile of the column sum, and its warps.
 
-    396 rows of 769 columns, already in L2: 4.7 µs by 512 × 16, 7.1 by 256 × 32, 3.3 of it an empty launch. 132 rows:
-    from 4096 to 8192 columns the whole backward is 0.1 to 0.5 % faster by 32 × 32 than by 256 × 32, elsewhere slower.
+    396 rows of 769 columns, already in L2: 4.7 µs by 512 × 16, 7.1 by 256 × 32, 3.3 of it an empty launch. 132 rows
+    of a walk of 4096 to 8192 columns: the whole backward is 0 to 0.5 % faster by 32 × 32 than by 256 × 32.
     """
     if 4096 <= N <= 8192 and 32 <= parts <= 256:
         return 32, 32, 4
