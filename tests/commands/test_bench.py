@@ -392,22 +392,22 @@ def test_all_packages_that_are_missing_are_told_at_once(benched, monkeypatch):
 
 
 def test_the_configuration_of_the_speed_table_holds_its_cells():
-    """22 cells, each shape in one dtype, GPU time of forward and backward; the plan names an upper bound of time."""
+    """23 cells, each shape in one dtype, GPU time of forward and backward; the plan names an upper bound of time."""
     from pathlib import Path
 
     file = Path(__file__).parents[2] / "configs" / "speed.toml"
     settings = config.load("bench", file=file, environ={}, sets=[], options={})
     lines = bench.plan(settings)
     assert lines[0] == "would time fused, torch, compile, liger, fla, quack on device auto"
-    assert lines[1].startswith("22 cells (1048576x128 bfloat16, ")
-    for cell in ("512x262144 bfloat16", "128x257 float32", "16384x769 float16", "4096x8191 float16"):
+    assert lines[1].startswith("23 cells (1048576x128 bfloat16, ")
+    for cell in ("512x262144 bfloat16", "128x257 float32", "65536x257 float16", "4096x8191 float16"):
         assert cell in lines[1]
     assert "16384x4096 bfloat16" in lines[1]
     assert "16384x4096 float32" in lines[1]
     assert "16384x4096+1 bfloat16, 16384x4096+1 float32" in lines[1]
     assert settings.bench.measures == ("gpu",)
     assert settings.bench.perimeters == ("forward", "backward")
-    assert "44 measurements of 2 s and 1 s of warm-up at most, 2.2 minutes in all" in lines[3]
+    assert "46 measurements of 2 s and 1 s of warm-up at most, 2.3 minutes in all" in lines[3]
 
 
 def test_fail_if_slower_than_fails_the_run_and_says_where(benched, foreign):
