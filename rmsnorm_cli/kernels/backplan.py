@@ -50,7 +50,7 @@ class BackwardPlan:
         self.N = x.shape[-1]
         self.M = x.numel() // self.N
         self.dtype = x.dtype
-        self.empty = allocator(x.device)
+        self.allocation = allocator(x.device)
         self.shape, self.stride = output_form(x, order)
         self.need_dx, self.need_dgamma = need_dx, need_dgamma
         self.path = "backward/empty"
@@ -269,19 +269,19 @@ class BackwardPlan:
         self, dy: Tensor, x: Tensor, gamma: Tensor | None, rstd: Tensor
     ) -> tuple[Tensor | None, Tensor | None, str]:
         """Allocate what is needed, launch, and return dx, dgamma and the name of the path."""
-        dx = None
+        empty, dx = self.allocation(), None
         if self.need_dx:
-            dx = self.empty(self.shape, self.stride, self.dtype)
+            dx = empty(self.shape, self.stride, self.dtype)
         dgamma = None
         if self.need_dgamma:
             assert gamma is not None
-            dgamma = self.empty((self.N,), (1,), gamma.dtype)
+            dgamma = empty((self.N,), (1,), gamma.dtype)
         if self.path == "backward/empty":
             return dx, None if dgamma is None else dgamma.zero_(), self.path
         small = self.path == "backward/small"
         partial = dgamma if small else rstd  # rstd: never touched where dgamma is not needed
         if self.need_dgamma and not small:
-            partial = self.empty((self.partials * self.pitch,), (1,), accumulator(x.dtype))
+            partial = empty((self.partials * self.pitch,), (1,), accumulator(x.dtype))
         assert partial is not None
         tensors: tuple[Tensor, ...] = (dy, x, x if gamma is None else gamma, rstd, x if dx is None else dx, partial)
         if self.config.path == "chunks":
@@ -307,7 +307,7 @@ class BackwardPlan:
 
     def _run_chunks(self, tensors: tuple[Tensor, ...]) -> None:
         dy, x, weights, rstd, dx, partial = tensors
-        means = self.empty((min(self.M, tables.CHUNK_ROWS),), (1,), rstd.dtype)
+        means = self.allocation()((min(self.M, tables.CHUNK_ROWS),), (1,), rstd.dtype)
         grid = (triton.cdiv(self.N, geometry(tables.CHUNK_TILE[1])), self.parts)
         for first in range(0, self.M, tables.CHUNK_ROWS):
             rows = min(tables.CHUNK_ROWS, self.M - first)

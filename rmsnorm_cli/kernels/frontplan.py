@@ -158,7 +158,7 @@ class ForwardPlan:
         order = walking_order(x)
         assert order is not None
         self.dtype, self.accumulator, self.device = x.dtype, accumulator(x.dtype), x.device
-        self.empty = allocator(x.device)
+        self.allocation = allocator(x.device)
         self.shape, self.stride = output_form(x, order)
         rows = describe(x, order)
         assert rows is not None
@@ -267,8 +267,9 @@ class ForwardPlan:
         """Allocate y and what is kept of rstd, launch, and return both with the name of the path."""
         if self.M == 0:
             return torch.empty_like(x), x.new_empty(0, dtype=accumulator(x.dtype)), "forward/empty"
-        y = self.empty(self.shape, self.stride, self.dtype)
-        rstd = self.empty((self.M,), (1,), self.accumulator) if self.keeps_rstd else None
+        empty = self.allocation()
+        y = empty(self.shape, self.stride, self.dtype)
+        rstd = empty((self.M,), (1,), self.accumulator) if self.keeps_rstd else None
         tensors: tuple[Tensor, ...] = (x, x if gamma is None else gamma, y, x if rstd is None else rstd)
         scalars: tuple[float, ...] = (self.M, self.N, eps, *self.layout)
         if self.config.path in ("shared", "ring"):

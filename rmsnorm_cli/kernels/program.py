@@ -90,14 +90,12 @@ class Program:
         if INTERPRETED:
             self.kernel[grid](*tensors, *scalars, **self.constants)
             return
-        if self._call is None:
-            self._prepare(self.compile(tensors, scalars))
-        assert self._call is not None
+        call = self._call or self._prepare(self.compile(tensors, scalars))
         stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
         # Addresses as numbers: for a tensor the launcher would ask the driver where each one lies.
-        self._call(*grid, 1, stream, *self._middle, *map(_address, tensors), *scalars, *self.values)
+        call(*grid, 1, stream, *self._middle, *map(_address, tensors), *scalars, *self.values)
 
-    def _prepare(self, compiled: Any) -> None:
+    def _prepare(self, compiled: Any) -> Callable[..., None]:
         """Keep what a launch needs beside its grid, stream and arguments; no hooks, no scratch of Triton's own."""
         launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -108,6 +106,7 @@ class Program:
         else:
             call, self._middle = launcher, (function, metadata, None, None, None)
         self._call = call  # last: another thread launches as soon as it is there
+        return self._call
 
 
 @functools.cache

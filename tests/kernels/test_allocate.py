@@ -25,7 +25,7 @@ class Watch(TorchDispatchMode):
 )
 def test_shape_strides_dtype_and_device_are_as_asked(shape, stride, dtype, device):
     """Whatever way the memory comes, the tensor is the one that torch.empty_strided gives."""
-    tensor = allocator(torch.device(device))(shape, stride, dtype)
+    tensor = allocator(torch.device(device))()(shape, stride, dtype)
     assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (shape, stride, dtype)
     assert tensor.device.type == torch.device(device).type
     assert not tensor.requires_grad
@@ -33,7 +33,7 @@ def test_shape_strides_dtype_and_device_are_as_asked(shape, stride, dtype, devic
 
 def test_a_dispatch_mode_sees_the_allocation(device):
     """The memory gate fences what it sees allocated: no output may come past it."""
-    allocate = allocator(torch.device(device))
+    allocation = allocator(torch.device(device))
     with Watch() as watch:
-        allocate((4,), (1,), torch.float32)
+        allocation()((4,), (1,), torch.float32)
     assert watch.seen == [torch.ops.aten.empty_strided.default]
