@@ -32,9 +32,6 @@ MOST_WAVES = 16
 """An AMD program's limit: 1024 lanes, 64 to a wave."""
 
 
-_address = Tensor.data_ptr
-
-
 class Program:
     """One kernel to launch on one device.
 
@@ -93,7 +90,7 @@ class Program:
         call = self._call or self._prepare(self.compile(tensors, scalars))
         stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
         # Addresses as numbers: for a tensor the launcher would ask the driver where each one lies.
-        call(*grid, 1, stream, *self._middle, *map(_address, tensors), *scalars, *self.values)
+        call(*grid, 1, stream, *self._middle, *map(Tensor.data_ptr, tensors), *scalars, *self.values)
 
     def _prepare(self, compiled: Any) -> Callable[..., None]:
         """Keep what a launch needs beside its grid, stream and arguments; no hooks, no scratch of Triton's own."""

@@ -53,7 +53,7 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
     fp16 on one H200, 2026-11-30, share of a plain stream, without (`rows`) and with: 74 → 81 % at 769 columns, 58 → 84
     at 3073, 62 → 83 at 8191, 45 → 80 at 12289.
     """
-    if itemsize != 2 or not 640 < N <= 16384 or N in (1024, 2048, 4096):
+    if itemsize != 2 or not 640 < N <= 16384 or N in (1024, 2048, 4096):  # slices of these are faster in registers
         return None
     limits = [(1536, 2, 2, 8), (2560, 4, 2, 4), (3328, 4, 2, 3), (3840, 4, 3, 2), (5120, 4, 2, 2), (8191, 4, 3, 1)]
     limits += [(8192, 16, 3, 1), (12800, 4, 3, 1), (16384, 16, 2, 1)]
@@ -192,13 +192,16 @@ def narrow_backward(N: int, itemsize: int) -> Backward:
     """
     A, B = cover(N)
     rows = min(fitting(2048, A + B), 128)
+    registers = None
     if itemsize == 4 or odd(N, itemsize):
-        return Backward("walk", A, B, rows, 4, 3, 4 if odd(N, itemsize) and A + B > 512 else 3)
-    if A == N:
-        return Backward("walk", A, B, rows, 4, 3, 3, 112 if N >= 256 else None)
-    if 0 < 4 * B <= A:
-        return Backward("walk", A, B, rows, 4, 3, 6 if 8 * B <= A else 5)
-    return Backward("walk", A, B, rows, 4, 3, 4, 112)
+        per_sm = 4 if odd(N, itemsize) and A + B > 512 else 3
+    elif A == N:
+        per_sm, registers = 3, 112 if N >= 256 else None
+    elif 0 < 4 * B <= A:
+        per_sm = 6 if 8 * B <= A else 5
+    else:
+        per_sm, registers = 4, 112
+    return Backward("walk", A, B, rows, 4, 3, per_sm, registers)
 
 
 def backward_table(N: int, itemsize: int, ring: bool = False) -> Backward:

@@ -100,7 +100,7 @@ def facts(kernel: Any, target: GPUTarget) -> dict[str, Any]:
         "registers": int(registers[1]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "vectors": len(re.findall(r"(?:ld|st)\.global[\w.:]*\.v4\.b32", ptx)),
-        "kept": len(re.findall(r"st\.global[\w.:]*evict_last|createpolicy[\w.]*evict_last", ptx)),
+        "kept": len(re.findall(r"st\.global[\w.:]*evict_last", ptx)),
         "async16": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
         "shared": kernel.metadata.shared,
     }

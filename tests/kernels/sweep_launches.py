@@ -58,21 +58,25 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def variants(launch: Launch, vary: list[str]) -> list[Launch]:
-    """Return the launch and all combinations of the values that its fields are to take."""
-    named = dict(one.split("=", 1) for one in vary)
-    kinds: dict[str, Callable[[str], Any]] = {field.name: int for field in dataclasses.fields(launch)}
-    kinds |= {"path": str, "gone": lambda text: text in ("True", "1")}
-    values = [[None if text == "None" else kinds[name](text) for text in named[name].split(",")] for name in named]
-    products = [
-        dataclasses.replace(launch, **dict(zip(named, each, strict=True))) for each in itertools.product(*values)
-    ]
-    return [launch, *(each for each in dict.fromkeys(products) if each != launch)]
+def value_of(field: "dataclasses.Field[Any]", text: str) -> Any:
+    """Return what a word of the command line means for a field of a launch."""
+    if field.name == "path":
+        return text
+    if isinstance(field.default, bool):
+        return text in ("True", "1")
+    return None if text == "None" else int(text)
 
 
-def launches_of(table: Launch, varied: list[list[str]]) -> list[Launch]:
-    """Return the table's launch and those of each set of fields that are varied, each once."""
-    return list(dict.fromkeys([table, *(launch for vary in varied for launch in variants(table, vary))]))
+def variants(launch: Launch, *varied: list[str]) -> list[Launch]:
+    """Return the launch, and for each set of fields all combinations of the values they are to take, each once."""
+    fields = {field.name: field for field in dataclasses.fields(launch)}
+    found = [launch]
+    for vary in varied:
+        named = dict(one.split("=", 1) for one in vary)
+        values = [[value_of(fields[name], text) for text in named[name].split(",")] for name in named]
+        for each in itertools.product(*values):
+            found.append(dataclasses.replace(launch, **dict(zip(named, each, strict=True))))
+    return list(dict.fromkeys(found))
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -133,12 +137,11 @@ def compile_one(job: tuple[str, str, int, int, Candidate]) -> None:
 def wrong(way: str, result: Any, buffers: tuple[torch.Tensor, ...], gamma: torch.Tensor) -> str:
     """Say what is wrong with the first rows of a result, or with dgamma, or nothing."""
     x, dy, G = buffers[0], buffers[1], gamma.double()
-    X, D = x[:64].double(), dy[:64].double()
-    pairs = [
-        (result[0][:64], reference.forward(X, G, EPS) if way == "forward" else reference.backward(D, X, G, EPS)[0])
-    ]
-    if way == "backward":
-        pairs.append((result[1], reference.backward(dy.double(), x.double(), G, EPS)[1]))
+    if way == "forward":
+        pairs = [(result[0][:64], reference.forward(x[:64].double(), G, EPS))]
+    else:
+        dx, dgamma = reference.backward(dy.double(), x.double(), G, EPS)
+        pairs = [(result[0][:64], dx[:64]), (result[1], dgamma)]
     errors = [float((got.double() - want).norm() / want.norm()) for got, want in pairs]
     return next((f"differs from float64 by {error:.1g}" for error in errors if not error < 4e-3), "")
 
@@ -189,7 +192,7 @@ def main() -> None:
         M, N, start = (*numbers(shape), 0)[:3]
         few = buffers_of(SMALL_ROWS + 1, N, start, dtype)[0]
         table = plan_of(asked.way, few, torch.empty(N, device="cuda", dtype=dtype), None).config
-        candidates[M, N, start] = [(launch, tile) for launch in launches_of(table, asked.vary) for tile in tiles]
+        candidates[M, N, start] = [(launch, tile) for launch in variants(table, *asked.vary) for tile in tiles]
     jobs = [(asked.way, asked.dtype, N, start, one) for (_, N, start), each in candidates.items() for one in each]
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         pool.map(compile_one, list(dict.fromkeys(jobs)), chunksize=1)

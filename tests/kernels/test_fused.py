@@ -322,7 +322,7 @@ def test_tables_cover_every_width(itemsize):
     """Each table names tiles that cover the row (or chunk it), within what a program can hold, for all widths tried."""
     for N in [*range(1, 1200), 4095, 4097, 8193, 16385, 24576, 24577, 40960, 65537, 2**17 + 1, 2**20 + 1, 2**24]:
         launches: list[Any] = [backward_table(N, itemsize, ring) for ring in (True, False)]
-        launches += [forward_table(N, itemsize, ring, v) for ring in (True, False) for v in (None, itemsize, 16)]
+        launches += [forward_table(N, itemsize, ring, v) for ring in (True, False) for v in (None, itemsize, 8, 16)]
         for config in launches:
             if config.path in ("rows", "reload", "walk"):
                 assert config.A + config.B >= N

@@ -42,7 +42,7 @@ def test_a_wrong_result_is_told(way):
     torch.manual_seed(1)
     x, dy = torch.randn(2, 64, 300, dtype=torch.float64)
     gamma = torch.randn(300, dtype=torch.float64)
-    y, (dx, dgamma) = reference.forward(x, gamma, 1e-6), reference.backward(dy, x, gamma, 1e-6)[:2]
+    y, (dx, dgamma) = reference.forward(x, gamma, 1e-6), reference.backward(dy, x, gamma, 1e-6)
     right = (y, None, "path") if way == "forward" else (dx, dgamma, "path")
     assert wrong(way, (right[0].bfloat16(), *right[1:]), (x, dy), gamma) == ""
     for place in range(1 if way == "forward" else 2):

@@ -69,7 +69,7 @@ def ratio_of(clock, subject, baseline, measure=lambda program: program.measure):
 @pytest.mark.alone
 @pytest.mark.parametrize("megabytes", [0.125, 4, 64])
 def test_one_program_entered_twice_as_graphs_is_equal_to_itself_within_one_percent(active, megabytes):
-    """Over the same buffers, as a benchmark's control: elsewhere 128 KB took 1.2 and 1.3 % longer on two cards."""
+    """Over the same buffers, as a benchmark's control: over different ones 128 KB were 1.2 and 1.3 % apart."""
     bodies = rotating(active, megabytes)
     ratio, session = ratio_of(active, graph_over(active, bodies), graph_over(active, bodies))
     assert control(ratio).held, ratio
