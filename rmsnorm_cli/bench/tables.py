@@ -266,7 +266,8 @@ def protocol_lines(protocol: Mapping[str, Any], *, gpu: bool) -> list[str]:
     ]
     if gpu:
         lines.append(
-            f"GPU time is a CUDA graph's replay; L2 cold means that {protocol['rotation']} times the cache rotates. A "
-            f"cold time more than {protocol['floor_margin'] * 100:g} % below a plain stream of its bytes is invalid."
+            f"GPU time is a CUDA graph's replay; L2 cold means that at least {protocol['rotation']} times the cache "
+            f"rotates. A cold time more than {protocol['floor_margin'] * 100:g} % below a plain stream of its bytes is "
+            "invalid."
         )
     return lines

@@ -1,7 +1,7 @@
 """A cell of the benchmark: shape and dtype, the bytes each perimeter must move, and the buffers that are timed.
 
-Buffers come in sets of equal values at different addresses. Cold times walk through sets that hold three times the L2
-cache together; warm times and whole calls stay on the first set.
+Buffers come in sets of equal values at different addresses. Cold times walk through sets that together hold at least
+three times the L2 cache, and twenty times where few sets do; warm times and whole calls stay on the first set.
 """
 
 from dataclasses import dataclass

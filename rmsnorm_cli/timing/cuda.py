@@ -15,7 +15,9 @@ import torch
 
 from rmsnorm_cli.timing.clock import STARVED, Call, Reading, nothing
 
-L2_ROTATION = 3  # cold: the buffers in rotation hold at least this many times the L2 cache
+L2_ROTATION = 3  # cold: the buffers in rotation hold at least this many times the L2 cache,
+L2_FAR = 20  # and so many times where FAR_SETS are enough: no cache forgets in order, and a kernel may tell it to keep
+FAR_SETS = 64
 GRAPH_SECONDS = 5e-4  # shortest graph replay: a launch takes some 2 µs, 0.4 % of this
 MOST_REPLAYED = 4096  # calls in one graph
 SPIN_SECONDS = 2e-4  # first guess of how long the host needs to queue one replay
@@ -162,7 +164,8 @@ class CudaClock:
 
     def sets_in_rotation(self, bytes_of_one: int) -> int:
         """Return how many sets of buffers must take turns so that each is out of the L2 cache when its turn comes."""
-        return max(1, -(-L2_ROTATION * self.l2_bytes // max(1, bytes_of_one)))
+        enough, far = (-(-times * self.l2_bytes // max(1, bytes_of_one)) for times in (L2_ROTATION, L2_FAR))
+        return max(1, enough, min(far, FAR_SETS))
 
     def fits_l2(self, bytes_of_one: int) -> bool:
         """Return whether a call's whole working set fits the L2 cache."""

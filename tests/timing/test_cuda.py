@@ -194,9 +194,12 @@ def test_the_clock_reports_what_it_costs_by_itself(active):
 @pytest.mark.case("B71")
 def test_cold_rotation_holds_three_times_the_cache(active):
     assert active.l2_bytes > MEGABYTE
-    sets = active.sets_in_rotation(MEGABYTE)
-    assert sets * MEGABYTE >= 3 * active.l2_bytes > (sets - 1) * MEGABYTE
-    assert active.sets_in_rotation(10 * active.l2_bytes) == 1
+    small, L2 = active.l2_bytes // 30, active.l2_bytes
+    sets = active.sets_in_rotation(small)
+    assert sets * small >= 3 * L2 > (sets - 1) * small
+    assert active.sets_in_rotation(L2 // 10) == 64
+    assert active.sets_in_rotation(L2) == 20
+    assert active.sets_in_rotation(20 * L2) == 1
 
 
 def test_peak_memory_counts_what_a_call_allocates_at_once(active):
