@@ -43,9 +43,12 @@ def rows_kernel(
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
     # What is read twice stays in the cache until then; what is written leaves it, and so does a wide row once read.
-    KEEP: tl.constexpr = "evict_last" if RELOAD else ""
+    # What is read once is told to stay as well, 1 to 3 % of the time: a few megabytes do, the rest is left to y.
+    # Rows that begin on single 16-bit numbers lose by it.
+    SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    KEEP: tl.constexpr = "evict_last" if RELOAD or Y_ALIGN * SIZE >= 4 else ""
     GO: tl.constexpr = "evict_first" if RELOAD else ""
-    WIDE: tl.constexpr = (A + B) * x_ptr.dtype.element_ty.primitive_bitwidth > 524288
+    WIDE: tl.constexpr = (A + B) * SIZE > 65536
     GONE: tl.constexpr = "evict_first" if WIDE else ""
     rows = row_numbers(tl.program_id(0).to(tl.int64), ROWS)
     live = rows < M

@@ -82,13 +82,30 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
 
 
-def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
-    """Choose the forward launch for rows of up to 8192 columns that are not whole vectors: they stay in registers.
+def read_once(N: int, itemsize: int, vectors: bool) -> bool:
+    """Say whether rows of over 1024 columns are faster read once, and kept in registers, than read twice."""
+    if vectors:
+        return N <= 10240 if itemsize == 2 else N <= 12288 or 16384 < N <= 24576
+    A, B = cover(N)
+    return A + B <= 8192 or (N * itemsize <= 32768 and B == 0)
 
-    One H200, 2026-11-30, share of a plain stream, by eight warps and now: bf16 85 → 94 % at 2562 columns, 78 → 91 at
-    5122; fp32 94 → 97 % at 3073, 91 → 93 at 4099. 4096 columns off 16 bytes: fp32 96 → 98 %, bf16 90 → 91.
+
+def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
+    """Choose the forward launch for rows of over 1024 columns that stay in registers: how many warps.
+
+    One H200, 2026-11-30, share of a plain stream. Whole vectors, by reading twice and now: bf16 96 → 99 % at 1280
+    columns, 99 → 100 at 4096, 96 → 99 at 7168; fp32 81 → 100 at 5120, 90 → 101 at 6144, 94 → 96 at 24576. Others, by
+    eight warps and now: bf16 85 → 94 % at 2562 columns, 78 → 91 at 5122; fp32 94 → 97 % at 3073, 91 → 100 at 4099.
+    4096 columns off 16 bytes: fp32 96 → 101 %, bf16 90 → 92.
     """
     A, B = cover(N)
+    if aligned == 16:
+        limits = [(1536, 2), (3584, 4), (5120, 8), (6144, 4), (10240, 8)]
+        if itemsize == 4:
+            limits = [(1536, 2), (3072, 4), (10240, 16), (12288, 32), (24576, 16)]
+        return Forward("rows", A, B, 1, *chosen(limits, N))
+    if A + B > 8192:
+        return Forward("rows", A, B, 1, 16)
     if whole(N, itemsize):
         return Forward("rows", A, B, 1, min(A * itemsize // (1024 if aligned >= 4 else 2048), 4 * itemsize))
     return Forward("rows", A, B, 1, 2 if itemsize == 2 and N <= 3072 and not odd(N, itemsize) else 4)
@@ -99,13 +116,8 @@ def reread_forward(N: int, itemsize: int) -> Forward:
     A, B = cover(N)
     if A + B > 32768:
         A, B = 1 << (N - 1).bit_length(), 0  # a second tile loses more here than idle lanes do
-    size = (A + B) * itemsize
-    if size <= 4096:
-        warps = 4
-    elif size <= 16384:
-        warps = min(max(A * itemsize // 1024, 8), 16)
-    elif itemsize == 4:
-        warps = 16 if (A == 8192 and B == 0) or (A == 16384 and 0 < B <= 4096) else 32
+    if itemsize == 4:
+        warps = 16 if A == 16384 and 0 < B <= 4096 else 32
     elif B == 0:
         warps = 8 if A == 16384 else 16 if N < 32768 else 32
     else:
@@ -129,10 +141,8 @@ def forward_table(N: int, itemsize: int, ring: bool = False, aligned: int | None
         return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
     if width <= 1024:
         return narrow_forward(N, itemsize, vectors)
-    if width <= 8192 and not vectors:
+    if read_once(N, itemsize, vectors):
         return held_forward(N, itemsize, aligned)
-    if N * itemsize <= 32768 and B == 0 and not vectors:
-        return Forward("rows", A, B, 1, 16)
     if N * itemsize <= 131072:
         return reread_forward(N, itemsize)
     if itemsize == 4:

@@ -2,8 +2,8 @@
 
 Run in a process of its own, without the interpreter: a kernel is decorated for the one or the other once. Arguments: a
 target (`sm_90`, `gfx942`, ...) and calls such as `bfloat16:16384x4096`. For each launch of the call's forward and
-backward: kernel and warps, and for NVIDIA registers, spilled accesses, 16-byte accesses, stores that are to stay in the
-cache, and asynchronous copies.
+backward: kernel and warps, and for NVIDIA registers, spilled accesses, 16-byte accesses, stores and loads of what is to
+stay in the cache, and asynchronous copies.
 """
 
 import json
@@ -101,6 +101,7 @@ def facts(kernel: Any, target: GPUTarget) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "vectors": len(re.findall(r"(?:ld|st)\.global[\w.:]*\.v4\.b32", ptx)),
         "kept": len(re.findall(r"st\.global[\w.:]*evict_last", ptx)),
+        "staying": len(re.findall(r"ld\.global[\w.:]*evict_last", ptx)),
         "async16": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
         "shared": kernel.metadata.shared,
     }

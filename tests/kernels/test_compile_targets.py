@@ -74,6 +74,9 @@ def judge(records: list[dict], target: str) -> None:
             assert record["vectors"] > 0, f"{name}: no 16-byte access although every row is aligned"
         if record["kernel"] in SUMMING:
             assert record["kept"] > 0, f"{name}: its partial sums may leave the cache before they are added"
+        if record["kernel"] == "rows_kernel":  # rows that begin on single 16-bit numbers are read once, and may go
+            goes = int(columns) % 2 == 1 and "float16" in record["call"] and int(columns) <= 8192
+            assert (record["staying"] == 0) == goes, f"{name}: {record['staying']} loads of what is to stay"
         if record["kernel"] in UNALIGNED or (record["kernel"] in PIPELINED and columns in ALIGNED and narrow):
             assert record["async16"] > 0, f"{name}: its loads are not pipelined"
 
