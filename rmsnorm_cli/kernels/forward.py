@@ -37,18 +37,18 @@ def rows_kernel(
     x_per: tl.int64, x_outer: tl.int64, x_inner: tl.int64, x_col: tl.int64, gamma_col: tl.int64,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr,
     Y_ALIGN: tl.constexpr, TWO: tl.constexpr, UNIT: tl.constexpr, GAMMA: tl.constexpr, GAMMA_UNIT: tl.constexpr,
-    RELOAD: tl.constexpr, RSTD: tl.constexpr,
+    RELOAD: tl.constexpr, STAY: tl.constexpr, RSTD: tl.constexpr,
 ):  # fmt: skip
-    """Normalise ROWS rows; with RSTD, keep theirs for a backward."""
+    """Normalise ROWS rows; with RSTD, keep theirs for a backward. STAY: x is told to stay in the cache.
+
+    A few megabytes of it do; the rest of the cache is left to y, which is worth 0.5 to 5 % of the time.
+    """
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
     # What is read twice stays in the cache until then; what is written leaves it, and so does a wide row once read.
-    # What is read once is told to stay as well, 1 to 3 % of the time: a few megabytes do, the rest is left to y.
-    # Rows that begin on single 16-bit numbers lose by it.
-    SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    KEEP: tl.constexpr = "evict_last" if RELOAD or Y_ALIGN * SIZE >= 4 else ""
+    KEEP: tl.constexpr = "evict_last" if RELOAD or STAY else ""
     GO: tl.constexpr = "evict_first" if RELOAD else ""
-    WIDE: tl.constexpr = (A + B) * SIZE > 65536
+    WIDE: tl.constexpr = (A + B) * x_ptr.dtype.element_ty.primitive_bitwidth > 524288
     GONE: tl.constexpr = "evict_first" if WIDE else ""
     rows = row_numbers(tl.program_id(0).to(tl.int64), ROWS)
     live = rows < M

@@ -19,7 +19,7 @@ from rmsnorm_cli.kernels.contract import FP32_LARGEST, FP32_SMALLEST_NORMAL, INT
 from rmsnorm_cli.kernels.geometry import Backward, Forward, divided, ring_bytes, slot, unaligned_bytes, whole_pieces
 from rmsnorm_cli.kernels.program import Program
 from rmsnorm_cli.kernels.rowlayout import VECTOR_BYTES, Rows, alignment, describe, output_form, walking_order
-from rmsnorm_cli.kernels.tables import forward_by_chunks, forward_table, forward_unaligned
+from rmsnorm_cli.kernels.tables import forward_by_chunks, forward_table, forward_unaligned, stays
 
 try:
     from rmsnorm_cli.kernels import ringbackward as ringbackward
@@ -200,6 +200,7 @@ class ForwardPlan:
                 "Y_ALIGN": math.gcd(VECTOR_BYTES // x.element_size(), N),  # y is memory of our own
                 **flags,
                 "RELOAD": config.path == "reload",
+                "STAY": config.path == "rows" and stays(self.M, N, x.element_size()),
                 "RSTD": self.keeps_rstd,
             }
             self.program = Program(forward.rows_kernel, constants, config.warps)

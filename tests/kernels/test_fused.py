@@ -166,6 +166,16 @@ def test_every_backward_path(config, N, few, device, monkeypatch):
     judge(x, gamma, dy, y, dx, dgamma)
 
 
+def test_x_is_told_to_stay_in_the_cache_where_it_is_much_and_bits_do_not_show_it(device):
+    """From 4 MiB of x on; not where the word costs more than it brings, nor for an odd number of 16-bit numbers."""
+    x, gamma, _ = draw(128, 8192, torch.float32, device)
+    few = x[:127]
+    assert [ForwardPlan(rows, gamma).program.constants["STAY"] for rows in (x, few)] == [True, False]
+    assert torch.equal(fused.forward(x, gamma, 1e-6)[0][:127], fused.forward(few, gamma, 1e-6)[0])
+    assert not tables.stays(2**20, 257, 2)
+    assert tables.stays(2**20, 257, 4)
+
+
 def test_rows_that_start_off_a_vector_are_not_read_twice(device):
     """Reading a row a second time is only cheap by whole vectors; the result is the same up to rounding."""
     x, gamma, dy = draw(5, 16384, torch.bfloat16, device)
