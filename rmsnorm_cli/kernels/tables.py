@@ -93,10 +93,9 @@ def read_once(N: int, itemsize: int, vectors: bool) -> bool:
 def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
     """Choose the forward launch for rows of over 1024 columns that stay in registers: how many warps.
 
-    One H200, 2026-11-30, share of a plain stream. Whole vectors, by reading twice and now: bf16 96 → 99 % at 1280
-    columns, 99 → 100 at 4096, 96 → 99 at 7168; fp32 81 → 100 at 5120, 90 → 101 at 6144, 94 → 96 at 24576. Others, by
-    eight warps and now: bf16 85 → 94 % at 2562 columns, 78 → 91 at 5122; fp32 94 → 97 % at 3073, 91 → 100 at 4099.
-    4096 columns off 16 bytes: fp32 96 → 101 %, bf16 90 → 92.
+    One H200, 2026-11-30, share of a plain stream. Whole vectors, by reading twice and now: bf16 99 → 100 % at 4096
+    columns, 96 → 99 at 7168; fp32 98 → 100 at 8192, 94 → 96 at 24576. Others, by eight warps and now: bf16 85 → 94 %
+    at 2562 columns, 78 → 91 at 5122; fp32 94 → 97 % at 3073. 4096 columns off 16 bytes: fp32 97 → 101 %, bf16 90 → 92.
     """
     A, B = cover(N)
     if aligned == 16:
@@ -114,8 +113,8 @@ def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
 def stays(M: int, N: int, itemsize: int) -> bool:
     """Say whether x is told to stay in the cache where it is read once, by its bytes: no bit of a row depends on it.
 
-    One H200, 2026-11-30: 2 % faster at 65536 x 257 in fp32, 5 at 2048 x 4096 in bf16, the same at 1024 x 1024, 3 %
-    slower at 128 x 257, where the word alone takes 0.06 µs. Rows of an odd number of 16-bit numbers lose 1 %.
+    One H200, 2026-11-30: 2 % faster at 65536 x 257 in fp32, 1 to 5 at 2048 x 4096 in bf16, the same at 1024 x 1024,
+    2 to 4 % slower at 128 x 257. Rows of an odd number of 16-bit numbers lose 1 to 2 %.
     """
     return not odd(N, itemsize) and M * N * itemsize >= 2**22
 
