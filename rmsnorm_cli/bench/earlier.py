@@ -90,20 +90,28 @@ def refuse_disjoint(earlier: Earlier, cells: Iterable[str], perimeters: Iterable
 
 
 def compared(
-    earlier: Earlier, cells: Iterable[Mapping[str, Any]], blocks: Mapping[Key, Times], rules: Rules, rng: Any
+    earlier: Earlier, cells: Sequence[Mapping[str, Any]], blocks: Mapping[Key, Times], rules: Rules, rng: Any
 ) -> list[dict[str, Any]]:
     """Return one row for each number of this run: its ratio to the earlier one, or why there is none.
 
-    A verdict is as fine as the coarser of the two runs' A/A controls.
+    A verdict is as fine as the coarser of the two runs' A/A controls. Cold times over another number of sets of
+    buffers are no ratio: from few sets a part may still lie in the cache.
     """
     made = []
     here = controls(cells)
+    sets, sets_then = (
+        {cell["cell"]: cell.get("sets_in_rotation") for cell in each} for each in (cells, earlier.facts["cells"])
+    )
     streams: dict[Place, float] = {}
     for key in sorted(blocks, key=lambda key: (key[:4], key[4] != STREAM)):
         row: dict[str, Any] = dict(zip(("cell", "perimeter", "measure", "cache", "impl"), key, strict=True))
         then = earlier.blocks.get(key)
         if then is None:
             made.append(row | {"word": None, "text": "not timed in the earlier run"})
+            continue
+        now, before = sets[key[0]], sets_then.get(key[0])
+        if key[3] == "cold" and now != before:
+            made.append(row | {"word": None, "text": f"sets of buffers in rotation: {before} then, {now} now"})
             continue
         ratio = unpaired_ratio(blocks[key], then, rng, rules.confidence, rules.resamples)
         if key[4] == STREAM:

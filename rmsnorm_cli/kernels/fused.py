@@ -1,7 +1,8 @@
 """The fused implementation: from a call to the launches of its kernels.
 
 A call is described once by what can decide its launch (shapes, strides, dtypes, alignment, device) and its plan is
-kept, so that the same call later costs a look-up, its outputs and the launches. Tables choose by N and dtype alone.
+kept, so that the same call later costs a look-up, its outputs and the launches. What orders a row's sum is chosen by
+N, dtype and layout, never by M.
 """
 
 from __future__ import annotations

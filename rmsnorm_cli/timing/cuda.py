@@ -18,6 +18,7 @@ from rmsnorm_cli.timing.clock import STARVED, Call, Reading, nothing
 L2_ROTATION = 3  # cold: the buffers in rotation hold at least this many times the L2 cache,
 L2_FAR = 20  # and so many times where FAR_SETS are enough: no cache forgets in order, and a kernel may tell it to keep
 FAR_SETS = 64
+FAR_SHARE = 16  # ... and where they are no more than this part of the GPU's memory: results take several times as much
 GRAPH_SECONDS = 5e-4  # shortest graph replay: a launch takes some 2 µs, 0.4 % of this
 MOST_REPLAYED = 4096  # calls in one graph
 SPIN_SECONDS = 2e-4  # first guess of how long the host needs to queue one replay
@@ -55,7 +56,8 @@ class CudaClock:
         self.device = torch.device(device)
         with torch.cuda.device(self.device):
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.l2_bytes = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.l2_bytes, self.memory_bytes = int(properties.L2_cache_size), int(properties.total_memory)
         with self.active():
             self._cycles_per_second = self._calibrate()
             self._canary = torch.empty(2, CANARY_SIZE * self.l2_bytes // 4, device=self.device).normal_()
@@ -164,8 +166,9 @@ class CudaClock:
 
     def sets_in_rotation(self, bytes_of_one: int) -> int:
         """Return how many sets of buffers must take turns so that each is out of the L2 cache when its turn comes."""
-        enough, far = (-(-times * self.l2_bytes // max(1, bytes_of_one)) for times in (L2_ROTATION, L2_FAR))
-        return max(1, enough, min(far, FAR_SETS))
+        one = max(1, bytes_of_one)
+        enough, far = (-(-times * self.l2_bytes // one) for times in (L2_ROTATION, L2_FAR))
+        return max(1, enough, min(far, FAR_SETS, self.memory_bytes // FAR_SHARE // one))
 
     def fits_l2(self, bytes_of_one: int) -> bool:
         """Return whether a call's whole working set fits the L2 cache."""

@@ -29,7 +29,8 @@ PRICES = {"torch": 2e-6, "reference": 4e-6}
 class _Clock(CudaClock):
     """Prices what it is given instead of timing it; `hidden` is what an audit will find."""
 
-    def __init__(self, l2_bytes=1500, hidden=None):
+    def __init__(self, l2_bytes=1500, hidden=None, memory_bytes=2**30):
+        self.memory_bytes = memory_bytes
         self.l2_bytes, self.hidden, self.rng = l2_bytes, hidden, np.random.default_rng(0)
         self.price, self.broken, self.replaying = 0.0, False, False
 
@@ -166,10 +167,15 @@ def test_a_working_set_larger_than_the_cache_has_no_warm_time(measured):
 
 
 @pytest.mark.case("B71")
-@pytest.mark.parametrize(("cache", "sets"), [(2000, 26), (20000, 64), (60000, 114)])
-def test_cold_graphs_walk_through_sets_that_hold_three_times_the_cache(measured, cache, sets):
-    """A set of x and y takes 1584 bytes: 26 hold twenty times 2000, 64 are enough for 20000, 114 hold 3 x 60000."""
-    cell, _ = measured(known("torch"), _Clock(l2_bytes=cache), perimeters=("forward",))
+@pytest.mark.parametrize(
+    ("cache", "memory", "sets"), [(2000, 2**30, 26), (20000, 2**30, 64), (60000, 2**30, 114), (2000, 2**18, 10)]
+)
+def test_cold_graphs_walk_through_sets_that_hold_three_times_the_cache(measured, cache, memory, sets):
+    """A set of x and y takes 1584 bytes: 26 hold twenty times 2000, 64 are enough for 20000, 114 hold 3 x 60000.
+
+    Ten are a sixteenth of a memory of 256 KiB.
+    """
+    cell, _ = measured(known("torch"), _Clock(l2_bytes=cache, memory_bytes=memory), perimeters=("forward",))
     assert cell["sets_in_rotation"] == sets
     assert sorted({len(graph.outputs) for graph in _Graph.made}) == [1, sets]
 

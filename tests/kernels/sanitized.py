@@ -36,6 +36,8 @@ CALLS = [
     ("one row a program", "bfloat16", 300, 4096, "xg"),
     ("one row a program", "float32", 300, 2048, "xg"),
     ("two tiles", "bfloat16", 270, 5120, "xg"),
+    ("two tiles, x stays", "bfloat16", 430, 5120, "xg"),
+    ("many rows, x stays", "float32", 4100, 257, "xg"),
     ("only dx", "bfloat16", 300, 1000, "x"),
     ("only dgamma", "bfloat16", 300, 1000, "g"),
     ("no gamma", "bfloat16", 5, 1000, "x-"),

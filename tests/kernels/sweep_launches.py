@@ -9,7 +9,8 @@ A shape written 16384x4096+1 has x and dy start one number after 16 bytes; `--su
 column sum too (rows, columns, warps).
 
 A candidate is compiled in another process, compared with float64, and captured as a CUDA graph of six calls
-over three sets of buffers, too large together for the L2 cache. The graphs of a shape take turns in an order drawn anew
+over three sets of buffers, too large together for the L2 cache (a percent or two of them may still lie there: `bench`
+rotates more). The graphs of a shape take turns in an order drawn anew
 each round; what is printed are medians, beside a plain stream of the same bytes.
 """
 
@@ -32,7 +33,7 @@ from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
 from rmsnorm_cli.kernels.geometry import Backward, Forward
 from rmsnorm_cli.kernels.rowlayout import walking_order
-from rmsnorm_cli.kernels.tables import SMALL_ROWS
+from rmsnorm_cli.kernels.tables import SMALL_ROWS, STAYING
 
 CALLS, SETS, EPS = 6, 3, 1e-6
 Launch = Forward | Backward
@@ -127,7 +128,8 @@ def compile_one(job: tuple[str, str, int, int, Candidate]) -> None:
     """Compile a candidate into the cache on disk; whether it works is seen later."""
     way, dtype, N, start, candidate = job
     gamma = torch.ones(N, device="cuda", dtype=getattr(torch, dtype))
-    buffers = buffers_of(SMALL_ROWS + 1, N, start, gamma.dtype)
+    rows = max(SMALL_ROWS + 1, -(-STAYING // (N * gamma.element_size())))  # no launch changes beyond so many
+    buffers = buffers_of(rows, N, start, gamma.dtype)
     try:
         call_of(way, plan_of(way, buffers[0], gamma, candidate), gamma)(buffers)
     except Exception as problem:  # a launch that the card refuses is no result

@@ -82,7 +82,11 @@ def judge(records: list[dict], target: str) -> None:
             dtype, shape = record["call"].split(":")
             M, N, size = (*map(int, shape.split("x")), getattr(torch, dtype).itemsize)
             told = stays(M, N, size) or forward_table(N, size).path == "reload"
+            config, vector = forward_table(N, size), 16 // size
             assert (record["staying"] > 0) == told, f"{name}: {record['staying']} loads of what is to stay"
+            if told and config.path == "rows" and config.rows == 1 and N == config.A + config.B:
+                loads = sum(-(-tile // (32 * config.warps * vector)) for tile in (config.A, config.B))
+                assert record["staying"] == loads, f"{name}: {record['staying']} loads stay, of {loads}"
         if record["kernel"] in UNALIGNED or (record["kernel"] in PIPELINED and columns in ALIGNED and narrow):
             assert record["async16"] > 0, f"{name}: its loads are not pipelined"
 

@@ -172,6 +172,9 @@ def test_x_is_told_to_stay_in_the_cache_where_it_is_much_and_bits_do_not_show_it
     few = x[:127]
     assert [ForwardPlan(rows, gamma).program.constants["STAY"] for rows in (x, few)] == [True, False]
     assert torch.equal(fused.forward(x, gamma, 1e-6)[0][:127], fused.forward(few, gamma, 1e-6)[0])
+    assert [tables.stays(M, 1024, size) for M, size in ((1024, 2), (2047, 2), (2048, 2), (1024, 4))] == [
+        False, False, True, True,
+    ]  # fmt: skip
     assert not tables.stays(2**20, 257, 2)
     assert tables.stays(2**20, 257, 4)
 
@@ -250,8 +253,9 @@ def test_a_row_keeps_its_bits_in_any_batch(N, dtype, device):
 @pytest.mark.parametrize(
     ("N", "dtype"),
     [
-        *((N, torch.bfloat16) for N in (24, 96, 128, 192, 257, 264, 576, 640, 4096, 4099, 16384, 32768, 131072)),
-        *((N, torch.float32) for N in (68, 132, 260, 384, 548, 576, 640, 768, 1280)),
+        *((N, torch.bfloat16) for N in (24, 96, 128, 192, 257, 264, 576, 640, 1536, 4096, 4099, 6144, 10240)),
+        *((N, torch.bfloat16) for N in (16384, 32768, 131072)),
+        *((N, torch.float32) for N in (68, 132, 260, 384, 548, 576, 640, 768, 1280, 5120, 12288, 24576)),
     ],
 )
 def test_a_row_keeps_its_bits_on_a_gpu(N, dtype, device):
@@ -327,10 +331,31 @@ def test_two_tiles_where_one_would_idle(N, tiles):
     assert cover(N) == tiles
 
 
+def borders(*limits):
+    """Return widths at which launches change, and their neighbours of whole vectors and by one column."""
+    return [limit + step for limit in limits for step in (-8, -4, -1, 0, 1, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "launches"),
+    [
+        (2, {1032: 2, 1536: 2, 1544: 4, 3584: 4, 3592: 8, 5120: 8, 5128: 4, 6144: 4, 6152: 8, 10240: 8, 10248: None}),
+        (4, {1028: 2, 1536: 2, 1540: 4, 3072: 4, 3076: 16, 10240: 16, 10244: 32, 12288: 32, 12292: None}),
+        (4, {16384: None, 16388: 16, 24576: 16, 24580: None}),
+    ],
+)
+def test_whole_vectors_are_read_once_by_as_many_warps_as_was_fastest(itemsize, launches):
+    """Up to the width from which reading twice is faster (None)."""
+    for N, warps in launches.items():
+        config = forward_table(N, itemsize)
+        assert (config.path, config.warps if warps else None) == ("rows" if warps else "reload", warps), N
+
+
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_tables_cover_every_width(itemsize):
     """Each table names tiles that cover the row (or chunk it), within what a program can hold, for all widths tried."""
-    for N in [*range(1, 1200), 4095, 4097, 8193, 16385, 24576, 24577, 40960, 65537, 2**17 + 1, 2**20 + 1, 2**24]:
+    wide = borders(1536, 3072, 3584, 4096, 5120, 6144, 8192, 10240, 12288, 16384, 20480, 24576, 40960, 65536)
+    for N in [*range(1, 1200), *wide, 2**17 + 1, 2**20 + 1, 2**24]:
         launches: list[Any] = [backward_table(N, itemsize, ring) for ring in (True, False)]
         launches += [forward_table(N, itemsize, ring, v) for ring in (True, False) for v in (None, itemsize, 8, 16)]
         for config in launches:
