@@ -18,7 +18,7 @@ ROOT = SCRIPT.parents[2]
 
 VIEWS = triton.__version__.startswith(VIEWING)
 REPRESENTATIVE = [
-    *("bfloat16:1024x128", "bfloat16:16384x128", "bfloat16:1024x4096", "bfloat16:64x20480", "bfloat16:64x131072"),
+    *("bfloat16:1024x128", "bfloat16:16384x128", "bfloat16:1024x5120", "bfloat16:64x20480", "bfloat16:64x131072"),
     *("float32:128x256", "float32:128x257", "float32:64x40962", "float16:1024x4099"),
 ]
 TABLE = [
