@@ -1,7 +1,5 @@
 """The fused kernels: right in every dtype, width and launch path, deterministic, and independent of the batch."""
 
-from typing import Any
-
 import pytest
 import torch
 from plans import where_launches_fail
@@ -11,8 +9,8 @@ from rmsnorm_cli.kernels import ContractError, backplan, fused, reference, rms_n
 from rmsnorm_cli.kernels.backplan import BackwardPlan
 from rmsnorm_cli.kernels.contract import INTERPRETED
 from rmsnorm_cli.kernels.frontplan import ForwardPlan
-from rmsnorm_cli.kernels.geometry import Backward, Forward, cover
-from rmsnorm_cli.kernels.tables import backward_table, column_sum_table, forward_table
+from rmsnorm_cli.kernels.geometry import Backward, Forward
+from rmsnorm_cli.kernels.tables import column_sum_table
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float64: 2**-53}
@@ -167,16 +165,11 @@ def test_every_backward_path(config, N, few, device, monkeypatch):
 
 
 def test_x_is_told_to_stay_in_the_cache_where_it_is_much_and_bits_do_not_show_it(device):
-    """From 4 MiB of x on; not where the word costs more than it brings, nor for an odd number of 16-bit numbers."""
+    """One row less than 4 MiB of x is not told so, and has the same bits."""
     x, gamma, _ = draw(128, 8192, torch.float32, device)
     few = x[:127]
     assert [ForwardPlan(rows, gamma).program.constants["STAY"] for rows in (x, few)] == [True, False]
     assert torch.equal(fused.forward(x, gamma, 1e-6)[0][:127], fused.forward(few, gamma, 1e-6)[0])
-    assert [tables.stays(M, 1024, size) for M, size in ((1024, 2), (2047, 2), (2048, 2), (1024, 4))] == [
-        False, False, True, True,
-    ]  # fmt: skip
-    assert not tables.stays(2**20, 257, 2)
-    assert tables.stays(2**20, 257, 4)
 
 
 def test_rows_that_start_off_a_vector_are_not_read_twice(device):
@@ -321,55 +314,6 @@ def test_scratch_does_not_grow_with_the_rows(device):
         x = torch.empty(1, 64, device=device).expand(M, 64)
         plans.append(BackwardPlan(x, x, torch.ones(64, device=device), (0,), True, True))
     assert plans[0].partials == plans[1].partials <= 4096
-
-
-@pytest.mark.parametrize(
-    ("N", "tiles"), [(5120, (4096, 1024)), (257, (256, 1)), (769, (1024, 0)), (4096, (4096, 0)), (1, (1, 0))]
-)
-def test_two_tiles_where_one_would_idle(N, tiles):
-    """A width just above a power of two is covered by two tiles, one just below it by one."""
-    assert cover(N) == tiles
-
-
-def borders(*limits):
-    """Return widths at which launches change, and their neighbours of whole vectors and by one column."""
-    return [limit + step for limit in limits for step in (-8, -4, -1, 0, 1, 4, 8)]
-
-
-@pytest.mark.parametrize(
-    ("itemsize", "launches"),
-    [
-        (2, {1032: 2, 1536: 2, 1544: 4, 3584: 4, 3592: 8, 5120: 8, 5128: 4, 6144: 4, 6152: 8, 10240: 8, 10248: None}),
-        (4, {1028: 2, 1536: 2, 1540: 4, 3072: 4, 3076: 16, 10240: 16, 10244: 32, 12288: 32, 12292: None}),
-        (4, {16384: None, 16388: 16, 24576: 16, 24580: None}),
-    ],
-)
-def test_whole_vectors_are_read_once_by_as_many_warps_as_was_fastest(itemsize, launches):
-    """Up to the width from which reading twice is faster (None)."""
-    for N, warps in launches.items():
-        config = forward_table(N, itemsize)
-        assert (config.path, config.warps if warps else None) == ("rows" if warps else "reload", warps), N
-
-
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_tables_cover_every_width(itemsize):
-    """Each table names tiles that cover the row (or chunk it), within what a program can hold, for all widths tried."""
-    wide = borders(1536, 3072, 3584, 4096, 5120, 6144, 8192, 10240, 12288, 16384, 20480, 24576, 40960, 65536)
-    for N in [*range(1, 1200), *wide, 2**17 + 1, 2**20 + 1, 2**24]:
-        launches: list[Any] = [backward_table(N, itemsize, ring) for ring in (True, False)]
-        launches += [forward_table(N, itemsize, ring, v) for ring in (True, False) for v in (None, itemsize, 8, 16)]
-        for config in launches:
-            if config.path in ("rows", "reload", "walk"):
-                assert config.A + config.B >= N
-                assert config.rows * (config.A + config.B) <= 65536
-            assert config.warps <= 32
-            assert config.warps.bit_count() == config.rows.bit_count() == 1
-
-
-def test_a_column_sums_tiles_are_powers_of_two():
-    for parts in (1, 2, 3, 31, 32, 33, 132, 256, 257, 264, 396, 528, 792):
-        for N in (1, 257, 1024, 4095, 4096, 8192, 8193, 20480, 2**20):
-            assert all(size.bit_count() == 1 for size in column_sum_table(parts, N))
 
 
 @pytest.mark.parametrize("N", [4096, 4099, 8192])
