@@ -7,7 +7,7 @@ from rmsnorm_cli.bench.lab import Lab
 from rmsnorm_cli.bench.rows import NARROW
 from rmsnorm_cli.results import STATUSES
 from rmsnorm_cli.timing import FLOOR_MARGIN, SUSPECT, WallClock
-from rmsnorm_cli.timing.cuda import FAR_SETS, GRAPH_SECONDS, L2_FAR, L2_ROTATION
+from rmsnorm_cli.timing.cuda import FAR_SETS, FAR_SHARE, GRAPH_SECONDS, L2_FAR, L2_ROTATION
 
 YARDSTICKS = ("torch", "reference", "compile")  # verdicts are against these, where they are timed; the first is printed
 
@@ -84,6 +84,7 @@ def protocol(lab: Lab, warmup: int) -> dict[str, Any]:
         "rotation": L2_ROTATION,
         "far_rotation": L2_FAR,
         "far_sets": FAR_SETS,
+        "far_share": FAR_SHARE,
         "graph_seconds": GRAPH_SECONDS,
         "compile_seconds": lab.compile_seconds,
         "seed": lab.seed,

@@ -108,7 +108,8 @@ class Buffers:
             return lambda: copy() + add()
         x, dy = self.x[j].detach(), self.dy[j]
         if self.cell.start:
-            x, dy = x.clone(), dy.clone() if kind == "add" else dy
+            x = x.clone()
+            dy = dy.clone() if kind == "add" else dy
         target = self._empty(*x.shape)
         return lambda: (target.copy_(x) if kind == "copy" else torch.add(x, dy, out=target),)
 

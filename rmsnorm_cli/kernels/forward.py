@@ -46,7 +46,7 @@ def rows_kernel(
     DTYPE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     FULL_A: tl.constexpr = FULL or B > 0
     # What is read twice stays in the cache until then; what is written leaves it, and so does a wide row once read.
-    KEEP: tl.constexpr = "evict_last" if RELOAD or STAY else ""
+    KEEP: tl.constexpr = "evict_last" if STAY else ""
     GO: tl.constexpr = "evict_first" if RELOAD else ""
     WIDE: tl.constexpr = (A + B) * x_ptr.dtype.element_ty.primitive_bitwidth > 524288
     GONE: tl.constexpr = "evict_first" if WIDE else ""

@@ -200,7 +200,7 @@ class ForwardPlan:
                 "Y_ALIGN": math.gcd(VECTOR_BYTES // x.element_size(), N),  # y is memory of our own
                 **flags,
                 "RELOAD": config.path == "reload",
-                "STAY": config.path == "rows" and stays(self.M, N, x.element_size()),
+                "STAY": config.path == "reload" or stays(self.M, N, x.element_size()),
                 "RSTD": self.keeps_rstd,
             }
             self.program = Program(forward.rows_kernel, constants, config.warps)

@@ -61,14 +61,14 @@ def forward_unaligned(N: int, itemsize: int) -> Forward | None:
     return Forward("unaligned", *window(N, itemsize), warps=warps, stages=stages, per_sm=per_sm)
 
 
-def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
+def narrow_forward(N: int, itemsize: int, aligned: int) -> Forward:
     """Choose the forward launch for rows of up to 1024 columns: a tile of them, 16 numbers a thread as a rule.
 
     Rows that are not whole vectors of 16 bytes, one H200, 2026-11-30, share of a plain stream, by that rule and now:
     fp16 77 → 80 % at 129 columns, 78 → 82 at 257, 80 → 93 at 258; fp32 95 → 98 at 513, 96 → 99 at 1024 off 16 bytes.
     """
     A, B = cover(N)
-    if not vectors and N > 32:
+    if aligned < 16 and N > 32:
         if itemsize == 4:
             limits = [(80, 8, 1), (192, 4, 1), (384, 2, 1), (640, 1, 1), (1024, 1 if whole(N, itemsize) else 2, 4)]
         else:
@@ -82,16 +82,8 @@ def narrow_forward(N: int, itemsize: int, vectors: bool) -> Forward:
     return Forward("rows", A, B, rows, min(max(rows * A // 512, 1), 4))
 
 
-def read_once(N: int, itemsize: int, vectors: bool) -> bool:
-    """Say whether rows of over 1024 columns are faster read once, and kept in registers, than read twice."""
-    if vectors:
-        return N <= 10240 if itemsize == 2 else N <= 12288 or 16384 < N <= 24576
-    A, B = cover(N)
-    return A + B <= 8192 or (N * itemsize <= 32768 and B == 0)
-
-
-def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
-    """Choose the forward launch for rows of over 1024 columns that stay in registers: how many warps.
+def held_forward(N: int, itemsize: int, aligned: int) -> Forward | None:
+    """Choose the forward launch for rows of over 1024 columns that stay in registers, or None where that is no faster.
 
     One H200, 2026-11-30, share of a plain stream. Whole vectors, by reading twice and now: bf16 99 → 100 % at 4096
     columns, 96 → 99 at 7168; fp32 98 → 100 at 8192, 94 → 96 at 24576. Others, by eight warps and now: bf16 85 → 94 %
@@ -101,10 +93,11 @@ def held_forward(N: int, itemsize: int, aligned: int) -> Forward:
     if aligned == 16:
         limits = [(1536, 2), (3584, 4), (5120, 8), (6144, 4), (10240, 8)]
         if itemsize == 4:
-            limits = [(1536, 2), (3072, 4), (10240, 16), (12288, 32), (24576, 16)]
-        return Forward("rows", A, B, 1, *chosen(limits, N))
+            limits = [(1536, 2), (3072, 4), (10240, 16), (12288, 32), (16384, 0), (24576, 16)]
+        (warps,) = chosen([*limits, (N, 0)], N)  # 0: read twice
+        return Forward("rows", A, B, 1, warps) if warps else None
     if A + B > 8192:
-        return Forward("rows", A, B, 1, 16)
+        return Forward("rows", A, B, 1, 16) if N * itemsize <= 32768 and B == 0 else None
     if whole(N, itemsize):
         return Forward("rows", A, B, 1, min(A * itemsize // (1024 if aligned >= 4 else 2048), 4 * itemsize))
     return Forward("rows", A, B, 1, 2 if itemsize == 2 and N <= 3072 and not odd(N, itemsize) else 4)
@@ -139,7 +132,6 @@ def forward_table(N: int, itemsize: int, ring: bool = False, aligned: int | None
     `aligned`: how many bytes, 16 at most, divide N and where each row starts; by default, as in memory of its own.
     """
     aligned = math.gcd(16, N * itemsize) if aligned is None else aligned
-    vectors = aligned == 16
     through_ring = forward_ring(N, itemsize) if ring else None
     if through_ring is not None:
         return through_ring
@@ -148,9 +140,10 @@ def forward_table(N: int, itemsize: int, ring: bool = False, aligned: int | None
     if itemsize == 8:
         return Forward("rows", A, B, fitting(512, width), 4) if width <= 4096 else Forward("loop", 2048, warps=8)
     if width <= 1024:
-        return narrow_forward(N, itemsize, vectors)
-    if read_once(N, itemsize, vectors):
-        return held_forward(N, itemsize, aligned)
+        return narrow_forward(N, itemsize, aligned)
+    held = held_forward(N, itemsize, aligned)
+    if held is not None:
+        return held
     if N * itemsize <= 131072:
         return reread_forward(N, itemsize)
     if itemsize == 4:

@@ -10,8 +10,8 @@ column sum too (rows, columns, warps).
 
 A candidate is compiled in another process, compared with float64, and captured as a CUDA graph of six calls
 over three sets of buffers, too large together for the L2 cache (a percent or two of them may still lie there: `bench`
-rotates more). The graphs of a shape take turns in an order drawn anew
-each round; what is printed are medians, beside a plain stream of the same bytes.
+rotates more). The graphs of a shape take turns in an order drawn anew each round; what is printed are medians, beside a
+plain stream of the same bytes.
 """
 
 import argparse

@@ -81,8 +81,8 @@ def judge(records: list[dict], target: str) -> None:
         if record["kernel"] == "rows_kernel":
             dtype, shape = record["call"].split(":")
             M, N, size = (*map(int, shape.split("x")), getattr(torch, dtype).itemsize)
-            told = stays(M, N, size) or forward_table(N, size).path == "reload"
             config, vector = forward_table(N, size), 16 // size
+            told = config.path == "reload" or stays(M, N, size)
             assert (record["staying"] > 0) == told, f"{name}: {record['staying']} loads of what is to stay"
             if told and config.path == "rows" and config.rows == 1 and N == config.A + config.B and N % vector == 0:
                 loads = sum(-(-tile // (32 * config.warps * vector)) for tile in (config.A, config.B))
